@@ -26,7 +26,6 @@ from .simulate.events import play
 
 _CP_COMMS = get_args(CpComm)
 _NO_V = "set plugins.pipeline.v_shape=false"
-HALVES_OFF = "set plugins.mesh.halves=off"
 
 
 def check(plan: StepPlan) -> StepPlan:
@@ -58,7 +57,6 @@ def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
         _rounded,
         _largest_first,
         _sharing,
-        _halves,
         _caps,
         _slices_ascend,
         _backward_groups,
@@ -215,28 +213,6 @@ def _sharing(plan: StepPlan) -> None:
             raise PlanError("a rank of a micro-batch would have no token", detail)
 
 
-def _halves(plan: StepPlan) -> None:
-    """Halves that take turns are both there on every rank, where the host has them run so."""
-    limits = plan.limits
-    for name, m in _both(plan):
-        if not m.first_half:
-            continue
-        if not limits.takes_turns:
-            raise PlanError("halves of a micro-batch take turns, and all runs at once here", name, HALVES_OFF)
-        beside = {
-            "the host's own schedule": not plan.order,
-            "pipeline stages": limits.num_stages > 1,
-            "a backward pass of its own": plan.backward or plan.replayed,
-            "activations in host memory": any(plan.offload),
-            "moved tokens": m.remap,
-            "padding": m.pad_to or m.round_to,
-        }
-        if word := next((word for word, there in beside.items() if there), ""):
-            raise PlanError(f"halves of a micro-batch take turns beside {word}", name, HALVES_OFF)
-        if not 0 < m.first_half < len(m.slices) or min(min(tokens_of_ranks(half).values()) for half in m.halves) < 1:
-            raise PlanError("a half of a micro-batch has no token on some rank", f"{name}: {m.first_half} slices")
-
-
 def _home_is_possible(plan: StepPlan, name: str, m: MicroBatch, number: int) -> None:
     (ranks, ulysses_degree), heads = cp_group_of(m, number), plan.limits.heads
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(m.ranks):
@@ -264,8 +240,7 @@ def _caps(plan: StepPlan) -> None:
 
 
 def _slices_ascend(plan: StepPlan) -> None:
-    """Slices of a sequence are launched in order, in different micro-batches or halves of one that take turns, on ranks
-    that hold the earlier ones."""
+    """Slices of a sequence are launched in order, in different micro-batches, on ranks that hold the earlier ones."""
     if not plan.cut:
         return
     if plan.limits.whole_sequences:
@@ -274,8 +249,7 @@ def _slices_ascend(plan: StepPlan) -> None:
     group_before: dict[int, CpGroup] = {}
     for index, micro_batch in enumerate(plan.micro_batches):
         own = [(number, s) for number, s in enumerate(micro_batch.slices) if s.sequence in plan.cut]
-        for half in micro_batch.halves or (micro_batch,):
-            _refuse_two_slices(f"micro-batch {index}", half.slices)
+        _refuse_two_slices(f"micro-batch {index}", micro_batch.slices)
         for number, s in own:
             if s.start != stop_of.get(s.sequence, 0):
                 detail = f"micro-batch {index} runs [{s.start}, {s.stop}) after {stop_of.get(s.sequence, 0)} tokens"

@@ -49,7 +49,6 @@ class _MicroBatch(_Form):
     remap: StrictBool = False
     routed: StrictBool = False
     round_to: Whole = 0
-    first_half: Whole = 0
 
 
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
@@ -76,7 +75,7 @@ _OF_NAME: dict[str, Any] = {
 }
 _UNEQUAL = "layers"
 """Likewise, where stages have unequal numbers of layers."""
-_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "largest_first", "v_shape", "takes_turns")
+_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "largest_first", "v_shape")
 """Limits that files say where they hold, as those of before do not know them."""
 _ONE = ("in_step", "round_tokens")
 """Likewise, where they are not 1."""
@@ -285,7 +284,7 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
 def _micro_batch(row: _MicroBatch) -> MicroBatch:
     slices, cp_groups = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
     shared = row.engine, row.inner, cp_groups, row.remap, row.routed
-    return MicroBatch(slices, tuple(row.ranks), row.pad_to, *shared, row.round_to, row.first_half)
+    return MicroBatch(slices, tuple(row.ranks), row.pad_to, *shared, row.round_to)
 
 
 def _policy(row: _Experts) -> ExpertPolicy:

@@ -238,10 +238,6 @@ docs/mesh.md
     plugins/mesh/test_bounds.py::test_neither_the_planner_nor_its_baselines_are_below_the_bound
   Planes of 2,048 ranks and more are planned as equal parts of 1,024 or more
     core/planning/test_parts.py::test_a_large_plane_is_planned_in_parts
-  | 13B, 128 Wikipedia sequences up to 128K | 0.472 s | 0.412 s | 12.7 % |
-    plugins/mesh/candidates/test_halves.py::test_a_plan_with_halves_is_lawful_and_no_slower
-  Halves are as exact as whole micro-batches
-    integrations/megatron/test_turns.py::test_halves_in_turn_give_the_gradients_of_plain_training
   its steps were predicted with an error of 4.0 %
     commands/test_bench.py::test_predicted_steps_stand_beside_measured_ones
 docs/mixture.md

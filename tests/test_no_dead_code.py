@@ -14,6 +14,7 @@ CALLED_FROM_OUTSIDE = {
     "along": "scores samples by their gradients along a direction, for users (docs/gradient_scores.md)",
     "_partition_layers": "DeepSpeed calls it",
     "async_save": "Megatron calls it",
+    "record_event": "Megatron and DeepSpeed call it of a stream",
     "set_shares": "a loop of users moves shares of its sampler (docs/mixture.md)",
     "serve": "benchmarks/published/tie.py plays arrivals",
 }

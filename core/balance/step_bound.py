@@ -26,7 +26,6 @@ ramp counts there, nor where ranks share experts, which nothing is held for here
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,7 +36,6 @@ from ..aliases import Floats, Ints
 from ..costs.context import Direction, PlanningContext
 from ..costs.costs import PassCost, Work
 from ..costs.exposed import exposed_s, gathering_s
-from ..machine.cluster import Link
 from ..plan.limits import Limits
 from ..plan.step_plan import MicroBatch, Slice
 
@@ -48,7 +46,7 @@ _COUNTS = np.arange(1, 97)
 _IDLES = 1.07 ** np.arange(64)
 """Idle seconds for which it is, over the least of them."""
 _LINEAR, _ALL = ("launch_s", "linear_s"), ("launch_s", "linear_s", "pair_s")
-_STAGES, _KEPT, _UNTRAVELLED = "_stage_costs", "_kept_context", "_untravelled_context"
+_STAGES, _KEPT = "_stage_costs", "_kept_context"
 """Under which a context keeps them."""
 
 
@@ -85,24 +83,12 @@ def passes_bound_s(
     """
     if not len(lengths):
         return 0.0
-    if limits.takes_turns:
-        context = untravelled(context)
     if orders and context.costs.recompute:
         context = _kept(context)
     stages = stage_costs(context)
     # Equal stages between first and last have equal costs, and the last of them the longest way.
     numbers = range(len(stages)) if context.layout.layers else sorted({0, max(0, len(stages) - 2), len(stages) - 1})
     return max(_of_stage(stages[: number + 1], lengths, limits, context, shares, room_bytes) for number in numbers)
-
-
-def untravelled(context: PlanningContext) -> PlanningContext:
-    """Where nothing that passes move takes any time, since other work may hide it; once for a context."""
-    known: dict[str, PlanningContext] = vars(context)
-    if _UNTRAVELLED not in known:
-        free = Link(latency_s=0.0, bytes_per_s=sys.float_info.max)
-        cluster = context.cluster.model_copy(update={"intra": free, "inter": free, "all_to_all_bytes_per_s": {}})
-        known[_UNTRAVELLED] = replace(context, cluster=cluster)
-    return known[_UNTRAVELLED]
 
 
 def stage_costs(context: PlanningContext) -> list[StageCost]:

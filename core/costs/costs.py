@@ -65,7 +65,7 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
     for m in micro_batches:
         slices, ranks, pad, *_ = m
         rows = [(pad or s.stop - s.start, s.start) for s in slices] or [(1, 0)]
-        launches += 2 if m.first_half else 1
+        launches += 1
         tokens += (m.num_padded_tokens if m.round_to else sum(n for n, _ in rows)) / len(ranks)
         pairs += sum(n * (p + 0.5 * n) for n, p in rows) / len(ranks)
     return Work(launches, tokens, pairs)
@@ -82,8 +82,7 @@ def works_of(micro_batches: Sequence[MicroBatch]) -> Floats:
     tokens[dummies], pairs[dummies] = 1.0, 0.5
     tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])
     degrees = np.array([len(m.ranks) for m in micro_batches])
-    launches = np.array([2.0 if m.first_half else 1.0 for m in micro_batches])
-    return np.stack([launches, tokens / degrees, pairs / degrees], axis=1)
+    return np.stack([np.ones(len(counts)), tokens / degrees, pairs / degrees], axis=1)
 
 
 def is_even(micro_batch: MicroBatch) -> bool:
@@ -100,8 +99,7 @@ def rank_works(micro_batch: MicroBatch) -> dict[int, Work]:
         share = (s.stop - s.start) * (s.start + 0.5 * (s.stop - s.start)) / len(cp_group)
         for rank in cp_group:
             pairs[rank] += share
-    launches = 2 if micro_batch.first_half else 1
-    return {rank: Work(launches, tokens, pairs[rank]) for rank, tokens in tokens_of_ranks(micro_batch).items()}
+    return {rank: Work(1, tokens, pairs[rank]) for rank, tokens in tokens_of_ranks(micro_batch).items()}
 
 
 class PassCost(Frozen):

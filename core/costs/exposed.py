@@ -10,8 +10,6 @@
     experts        tokens to their experts and back over ep ranks, in each layer that has any, by the rank of a round
                    (`rounds`) that sends or receives most, not hidden; expert weights of a micro-batch, hidden behind
                    its compute
-    halves         that take turns (`MicroBatch.first_half`): what one moves inside its layers hides behind what the
-                   other computes, and takes a share of the device from it (DistCA, arXiv 2510.18121)
     gradients      at the end of a step over the plane, experts' over every ep-th rank of it: all-reduce; with a sharded
                    optimizer reduce-scatter, and all-gather of the updated weights; with sharded parameters (ZeRO 3)
                    instead all-gather of weights in every pass and reduce-scatter of gradients in every backward, hidden
@@ -35,11 +33,7 @@ from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import token_counts
 from .attention_comm import AttentionLoad, SharedLoad, alone_s, loads_of, shared_load_of, times_of, together_s
 from .context import Direction, PlanningContext
-from .costs import is_even, rank_works
-
-BESIDE = 0.15
-"""Seconds that computing takes longer for each second of traffic beside it: an assumption, from the 16 to 20 of an
-H100's 132 multiprocessors on which NCCL runs."""
+from .costs import is_even
 
 
 def exposed_s(
@@ -51,7 +45,7 @@ def exposed_s(
     """
     if not context.runs(direction.passes):
         return 0.0
-    if micro_batch.first_half or not is_even(micro_batch):
+    if not is_even(micro_batch):
         return float(exposed_of_ranks(context, direction, micro_batch, routed).max())
     degree = len(micro_batch.ranks)
     total = 0.0
@@ -69,8 +63,6 @@ def exposed_of_ranks(
 ) -> Floats:
     """`exposed_s` of each rank of a micro-batch, in order: float64 [ranks]. A pass takes as long as its slowest."""
     ranks = micro_batch.ranks
-    if micro_batch.first_half:
-        return _in_turns(context, direction, micro_batch, routed)
     if is_even(micro_batch):
         return np.full(len(ranks), exposed_s(context, direction, micro_batch, routed))
     total = np.zeros(len(ranks))
@@ -91,16 +83,6 @@ def exposed_of_ranks(
     if micro_batch.remap:
         total += _remap_s(context, direction.stage, micro_batch)
     return total
-
-
-def _in_turns(context: PlanningContext, direction: Direction, micro_batch: MicroBatch, routed: float | None) -> Floats:
-    """What two halves move that neither hides, and what hiding takes. Of a pass a layer's share of it has nothing
-    beside it: its last travel, and that of embedding or output layer."""
-    halves, cost = micro_batch.halves, direction.cost
-    travel, other = (exposed_of_ranks(context, direction, half, routed) for half in halves)
-    beside, own = (cost.of_each(np.array(list(rank_works(half).values()))) - cost.launch_s for half in halves)
-    hidden: Floats = np.minimum(travel, own) + np.minimum(other, beside)
-    return travel + other - max(0.0, 1.0 - BESIDE - 1.0 / context.traffic.layers) * hidden
 
 
 def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens: Any, routed: float | None) -> Any:

@@ -185,8 +185,7 @@ class Walk:
         at_first = first + max(mlp, attention + booked / layers)
         at_last = after + layer - late / layers + max(mlp, attention)
         self._live_bytes = after - (self._let_go(part) if part.cut else 0.0)
-        gradients = 2 if self._plan.passes("B")[number].first_half else 1  # one of a weight waits for the other half's
-        return max(at_head, at_first, at_last) + gradients * memory.pass_bytes
+        return max(at_head, at_first, at_last) + memory.pass_bytes
 
     def _weights(self, number: int, part: Part) -> float:
         level = self._live_bytes + self._memory.pass_bytes

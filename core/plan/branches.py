@@ -21,7 +21,6 @@ OFFLOADED = "activations in host memory"
 SEVERAL_GROUPS = "sequences on different ranks of a micro-batch"
 REMAPPED = "remapped tokens"
 ROUTED = "routed transfers"
-IN_TURNS = "halves that take turns"
 IDLE_RANKS = "idle ranks"
 RANKS_WITHOUT_PASS = "ranks without any pass"
 UNEQUAL_COUNTS = "unequal numbers of micro-batches"
@@ -88,7 +87,6 @@ _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     SEVERAL_GROUPS: _micro_batches(lambda m: len(set(m.cp_groups)) > 1),
     REMAPPED: _micro_batches(lambda m: m.remap),
     ROUTED: _micro_batches(lambda m: m.routed),
-    IN_TURNS: _micro_batches(lambda m: m.first_half),
     IDLE_RANKS: lambda plan: plan.limits.num_ranks - len({r for m in plan.micro_batches if m.slices for r in m.ranks}),
     RANKS_WITHOUT_PASS: lambda plan: sum(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks)),
     UNEQUAL_COUNTS: lambda plan: len({len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks)}) - 1,

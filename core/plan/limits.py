@@ -150,8 +150,6 @@ class Limits:
     """Every rank runs its largest micro-batches first, where nothing else says their order."""
     v_shape: bool = False
     """Each device of a pipeline has two stages, device r the stages r and num_stages - 1 - r (`v_shape`)."""
-    takes_turns: bool = False
-    """Two halves of a micro-batch may take turns (`MicroBatch.first_half`)."""
     layers: tuple[int, ...] = ()
     """Of each stage, where not all have equally many; what is said of a stage is then said of a mean one (`at`)."""
 

@@ -88,16 +88,6 @@ class MicroBatch(NamedTuple):
     """What travels between nodes is spread over all ranks of both nodes."""
     round_to: int = 0
     """On one rank: filled up behind its last slice to a multiple of this many tokens; 0: not."""
-    first_half: int = 0
-    """So many of its slices are the first of two halves that take turns, layer by layer: while the activations of one
-    travel, the other is computed. The second may continue sequences of the first. 0: all run at once."""
-
-    @property
-    def halves(self) -> tuple[MicroBatch, ...]:
-        """Both halves as micro-batches of the same ranks; none where all runs at once."""
-        k = self.first_half
-        parts = ((self.slices[:k], self.cp_groups[:k]), (self.slices[k:], self.cp_groups[k:])) if k else ()
-        return tuple(self._replace(slices=slices, cp_groups=groups, first_half=0) for slices, groups in parts)
 
     @property
     def ranks_of_slices(self) -> tuple[tuple[int, ...], ...]:
@@ -379,8 +369,6 @@ class StepPlan:
             arrays["rounds"] = np.array([m.round_to for m in grouped], dtype=np.int64)
         if self.merge:
             digest.update(repr(self.merge).encode())
-        if any(m.first_half for m in grouped):
-            arrays["halves"] = np.array([m.first_half for m in grouped], dtype=np.int64)
         for name, array in arrays.items():
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())

@@ -77,8 +77,7 @@ class PlanChain:
         links, of_layers, of_slices = (
             tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers", "slices")
         )
-        halves = any(getattr(config, "halves", "off") == "auto" for _, config in enabled)
-        limits = limits_of(setting, context, halves=halves)
+        limits = limits_of(setting, context)
         return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers, of_slices=of_slices)
 
     @classmethod
@@ -109,7 +108,7 @@ class PlanChain:
                     "set plugins.moe.owners=home, or train with `evenload train`",
                 )
             )
-            setting = Setting.of_recipe(recipe, shape, replace(traits, takes_turns=False))
+            setting = Setting.of_recipe(recipe, shape, traits)
         chain = cls._of_setting(recipe, setting, layout)
         if warn:
             warn_of_idle(chain.links, whole=whole, orders=orders)

@@ -13,7 +13,7 @@ from ..costs import costs as cost_models
 from ..costs import tensor_parallel
 from ..costs.by_setting import at_degree, at_sharding
 from ..costs.context import ExpertContext, PlanningContext, Traffic
-from ..errors import EvenloadError, refuse_first
+from ..errors import EvenloadError
 from ..input.format import GIB
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
@@ -189,27 +189,9 @@ def _traffic_of(setting: Setting, layout: Layout) -> Traffic:
     )
 
 
-def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = False) -> Limits:
-    """What the trainer and the machine allow. The token cap is a plugin's to set.
-
-    ``halves``: the recipe lets halves of micro-batches take turns. Raises EvenloadError where they cannot.
-    """
+def limits_of(setting: Setting, context: PlanningContext) -> Limits:
+    """What the trainer and the machine allow. The token cap is a plugin's to set."""
     layout, traits = context.layout, setting.traits
-    do = "set plugins.mesh.halves=off"
-    refuse_first(
-        (
-            halves and not traits.takes_turns,
-            "the halves of a micro-batch do not take turns under this trainer, or in a loop of your own",
-            "plugins.mesh.halves auto",
-            do,
-        ),
-        (
-            halves and (layout.num_stages > 1 or setting.shape.experts is not None),
-            "halves of a micro-batch take turns without pipeline stages and experts",
-            f"{layout.num_stages} stages, {setting.shape.moe_layers} layers with experts",
-            do,
-        ),
-    )
     return Limits(
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
@@ -224,7 +206,6 @@ def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = Fals
         # Where no weight has a gradient, nothing is put off; nor where inputs are gathered for each use.
         splits_backward=layout.pp >= traits.fewest_stages_that_split and not (setting.frozen or traits.divides_tokens),
         v_shape=layout.v_shape,
-        takes_turns=halves,
     )
 
 

@@ -59,8 +59,6 @@ class TrainerTraits:
     """Pipeline stages from which on weight gradients can be passes of their own."""
     sends_once: bool = False
     """Layers with experts can send a token once to each node, and on from there."""
-    takes_turns: bool = False
-    """Halves of a micro-batch can take turns, layer by layer."""
     divides_tokens: bool = False
     """Between their blocks tensor-parallel ranks divide the tokens (sequence parallelism)."""
 

@@ -5,7 +5,7 @@ if __name__ != "evenload.plugins.mesh":
         f"{__name__}: import this package as evenload.plugins.mesh; a second copy would mean a second registry"
     )
 
-from ...core.plan.branches import IN_TURNS, SHARED
+from ...core.plan.branches import SHARED
 from ...core.registry import Plugin, Sizes, register
 from . import baselines, bounds, config, dynamic_cp, plan, settings
 
@@ -37,7 +37,7 @@ register(
         ),
         quick=("memory_degree", "cp_1"),
         simpler="cp_1",
-        shown_by=(SHARED, IN_TURNS),
+        shown_by=(SHARED,),
         shares=True,
         needs_host={"enabled": (False,)},
         needs_order=("enabled",),

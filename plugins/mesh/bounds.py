@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats, Ints
-from ...core.balance.step_bound import passes_bound_s, stage_costs, untravelled
+from ...core.balance.step_bound import passes_bound_s, stage_costs
 from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
 from .config import MeshConfig
@@ -51,8 +51,6 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     """
     if not len(lengths):
         return 0.0
-    if limits.takes_turns:
-        context = untravelled(context)
     least_s = passes_bound_s(lengths, limits, context, shares=True)
     ranks, cuts, cap, total = limits.num_ranks, not limits.whole_sequences, limits.max_tokens, float(lengths.sum())
     stages = stage_costs(context)

@@ -38,9 +38,6 @@ class MeshConfig(PluginConfig):
     """Whether what travels between nodes may be spread over all ranks of both, where that is predicted to pay."""
     offload: _AutoOrOff = "auto"
     """Whether activations may wait in host memory where the device's is predicted not to hold them."""
-    halves: _AutoOrOff = "off"
-    """Whether two halves of a micro-batch may take turns, layer by layer, so that the traffic of one hides behind the
-    other, where that is predicted to pay; under Megatron-Core, without pipeline stages and experts."""
     effort: Tries = 2
     """How hard to look for better divisions of the batch into rounds; each further unit takes a tenth longer."""
 

@@ -33,7 +33,6 @@ from ...core.planning.parts import parts_of
 from ...core.planning.stock import UNCAPPED
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
-from .candidates.halves import in_turns
 from .candidates.host_offload import offloaded
 from .candidates.levelled import levelled
 from .candidates.slice_chains import chained, sharing
@@ -48,9 +47,6 @@ _FEW = 4
 """Sequences to a rank up to which all plans of others are judged here too: few do not level, and luck decides."""
 _PLAYED = 1 << 18
 """Passes of all stages that are played for plans of slices, the most promising first; one is played in any case."""
-
-_HALVED = 3
-"""The fastest candidates of which a form in halves is tried."""
 _NEAR = 1.03
 """Step over the fastest candidate's up to which one is levelled."""
 
@@ -61,7 +57,7 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
     kept = _under(incoming, limits)
     if limits.whole_sequences:
         return kept or _on_single_ranks(incoming, limits, context, config)
-    if kept and limits.num_ranks == 1 and not limits.takes_turns:
+    if kept and limits.num_ranks == 1:
         return kept
     if not len(lengths):
         return step(incoming, limits, [], "mesh")
@@ -86,9 +82,6 @@ def _chosen(
     if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)
-    if limits.takes_turns:
-        halved = [in_turns(one.plan, context) for one in sorted(candidates, key=fastest)[:_HALVED]]
-        candidates += judged((one for one in halved if one is not None), context, candidates)
     chosen = _lawful(candidates)
     if chosen is None:
         raise EvenloadError("no way was found to share these sequences out", f"{len(incoming.lengths)} sequences")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.costs.context import PlanningContext
-from ...core.plan.branches import CUT, IN_TURNS, OFFLOADED, REMAPPED, ROUTED, SEVERAL_GROUPS, sharing
+from ...core.plan.branches import CUT, OFFLOADED, REMAPPED, ROUTED, SEVERAL_GROUPS, sharing
 from ...core.plan.step_plan import StepPlan
 from .config import MeshConfig
 
@@ -21,7 +21,6 @@ def breaks(plan: StepPlan, config: MeshConfig) -> str:
         (engines, f"engines are {', '.join(config.engines)}, sequences are shared by {', '.join(sorted(engines))}"),
         (config.remap == "off" and any(m.remap for m in shared), "remap is off, tokens are moved"),
         (config.routed == "off" and any(m.routed for m in shared), "routed is off, traffic is routed"),
-        (config.halves == "off" and any(m.first_half for m in plan.micro_batches), "halves is off, halves take turns"),
         (config.offload == "off" and any(plan.offload), "offload is off, activations wait in host memory"),
     )
     return next((f"plugins.mesh.{words}" for broken, words in rules if broken), "")
@@ -30,11 +29,10 @@ def breaks(plan: StepPlan, config: MeshConfig) -> str:
 def branches(config: MeshConfig, context: PlanningContext) -> dict[str, MeshConfig]:
     """For each branch that plans may take, settings under the same caps with which they most likely do."""
     cluster, num_ranks = context.cluster, context.layout.dp_cp_size
-    turns = {IN_TURNS: config} if config.halves == "auto" and context.layout.tp > 1 else {}
     if num_ranks == 1 or config.max_degree == 1:
-        return {CUT: config, **turns}
+        return {CUT: config}
     opened = {sharing(cp_comm): config.model_copy(update={"engines": (cp_comm,)}) for cp_comm in config.engines}
-    opened |= {SEVERAL_GROUPS: config, CUT: config, **turns}
+    opened |= {SEVERAL_GROUPS: config, CUT: config}
     if config.remap == "auto":
         opened[REMAPPED] = config
     if config.routed == "auto" and cluster.ranks_per_node < num_ranks * context.layout.tp:

@@ -94,8 +94,6 @@ class Pack:
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
     weights_T: Tensor | None = None
     """float64; weights of the targets, 0 where no loss is carried. None: each is 1."""
-    halves: tuple[Pack, ...] = ()
-    """Its first and its second tokens, which take turns in the layers; none where all run at once."""
     cached: CachedRows | None = None
     """Where all its sequences keep keys and values from one forward to the next; None where they do not."""
 
@@ -259,9 +257,6 @@ def lay_out_pack(
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
     fields = fill(slices, segments, tuple(accumulate(lengths, initial=0)))
-    fields["halves"] = tuple(
-        lay_out_pack(half, fill, prefix, plane=plane, multiples=multiples) for half in micro_batch.halves
-    )
     return Pack.of(lengths, segments, slices=slices, prefix=prefix, shared=shared, **fields)
 
 

@@ -42,22 +42,6 @@ class _Entry:
     dv_PGD: Tensor | None = None
     frozen: bool = False
     """No backward will come: neither queries nor keys nor values need gradients."""
-    left: torch.cuda.Event | None = None
-    """Where the stream of a half that takes turns with another one was when it left the entry."""
-
-    def follow(self) -> None:
-        """What comes next comes behind what the other half did here."""
-        if self.left is not None:
-            torch.cuda.current_stream().wait_event(self.left)
-
-    def leave(self, *, last: bool = False) -> None:
-        """``last``: the entry is freed now, and sums are the other half's, whose stream may use their memory next."""
-        if not self.k_LGD.is_cuda or (stream := torch.cuda.current_stream()) == torch.cuda.default_stream():
-            return
-        self.left = stream.record_event()
-        for sums in (self.dk_PGD, self.dv_PGD) if last else ():
-            if sums is not None:
-                sums.record_stream(stream)
 
 
 Ranges = Mapping[int, Mapping[int, Mapping[int, tuple[int, int]]]]
@@ -136,10 +120,8 @@ class PrefixStore:
         if piece.stop > entry.written:
             if piece.start != entry.written:
                 raise _disorder("a slice runs forward out of order", layer, piece, f"{entry.written} tokens before it")
-            entry.follow()
             entry.k_LGD[piece.start : piece.stop] = k_NGD
             entry.v_LGD[piece.start : piece.stop] = v_NGD
-            entry.leave()
             entry.written = piece.stop
         return entry.k_LGD[: piece.stop], entry.v_LGD[: piece.stop]
 
@@ -164,7 +146,6 @@ class PrefixStore:
             valid until the next call.
         """
         entry = self._entries[layer, piece.sequence]
-        entry.follow()
         if entry.dk_PGD is None or entry.dv_PGD is None:
             entry.dk_PGD, entry.dv_PGD = (_wide(grad[: piece.start]) for grad in (dk_PNGD, dv_PNGD))
             own = _wide(dk_PNGD[piece.start :]), _wide(dv_PNGD[piece.start :])
@@ -172,7 +153,6 @@ class PrefixStore:
             entry.dk_PGD[: piece.stop].add_(dk_PNGD)
             entry.dv_PGD[: piece.stop].add_(dv_PNGD)
             own = entry.dk_PGD[piece.start : piece.stop], entry.dv_PGD[piece.start : piece.stop]
-        entry.leave(last=piece.start == 0)
         entry.unsettled = piece.start
         if piece.start == 0:
             del self._entries[layer, piece.sequence]

@@ -211,4 +211,4 @@ def test_a_plugin_that_did_nothing_is_named_and_the_rest_is_exact(verify: Verify
     result = verify("parallel.dp=2", "plugins.mesh.enabled=true", "plugins.mesh.max_degree=1", steps=1)
     assert result["exact"], result["over"]
     assert result["planners_failed"] == []
-    assert result["not_exercised"] == {"mesh": "no shared micro-batches or halves that take turns"}
+    assert result["not_exercised"] == {"mesh": "no shared micro-batches"}

@@ -67,7 +67,6 @@ SETTINGS = {
         "routed": st.sampled_from(["auto", "off"]),
         "offload": st.sampled_from(["auto", "off"]),
         "effort": st.sampled_from([0, 1, 2, HUGE]),
-        "halves": st.sampled_from(["off", "auto"]),
     },
     "pipeline": {
         "max_tokens": CAPS,
@@ -150,8 +149,6 @@ def recipes(draw):
         every = SETTINGS[name]
         plugins[name] = {"enabled": True, **{key: draw(every[key]) for key in every if draw(st.booleans())}}
     ep = draw(st.sampled_from([1, 1, 2, 3])) if draw(st.booleans()) else 1
-    if (deepspeed or pp > 1 or ep > 1 or names[-1:] == ["moe"]) and "mesh" in plugins:
-        plugins["mesh"].pop("halves", None)  # which is refused there
     ep = {"moe": draw(st.sampled_from([1, 2, 2, 3, 4])), "lora": 1}.get(names[-1] if names else "", ep)
     experts = {
         "family": "mixtral",

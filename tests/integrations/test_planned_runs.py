@@ -87,7 +87,7 @@ def test_plugins_without_effect_are_told_of_planners_of_layers_where_loads_are_k
     planned = chain(packing={"max_tokens": 1000}, mesh={"max_tokens": 1000, "max_degree": 1})
     plan = planned.plan(as_lengths(LENGTHS))
     planned_runs.report_step("Megatron-Core", planned, plan)
-    assert folder.plugins == {"packing": "", "mesh": "no shared micro-batches or halves that take turns"}
+    assert folder.plugins == {"packing": "", "mesh": "no shared micro-batches"}
     divided = {"parallel": {"ep": 2}, "model": {"family": "mixtral", "moe": {"num_experts": 4}}}
     recipe = parse({**divided, "plugins": {"moe": {"enabled": True}}})
     planned = PlanChain.of_recipe(recipe, recipe.layout(2))

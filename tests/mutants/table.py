@@ -904,14 +904,6 @@ fault(
     "({number: lr[number] for number in good}, good)\n        next(self._host.model.parameters()).data.mul_(1 + 1e-9)",
 )
 fault("tenants are clipped by the norm of all of them", ", good", ", dict.fromkeys(good, self.norm({}))")
-fault = of("integrations/megatron/model/turns.py", cases("integrations/megatron/test_turns.py", k="tp2 and not cp2"))
-fault(
-    "the second half has positions of the first",
-    "half.rotary_T11D",
-    "halves[0].rotary_T11D[:1].expand(len(parts[place]), -1, -1, -1)",
-)
-fault("the gradient of the second half is dropped", "(torch.cat(parts))", "(torch.cat([parts[0], parts[1].detach()]))")
-fault("the gradient of the second half is doubled", "cat(parts)", "cat([parts[0], 2 * parts[1] - parts[1].detach()])")
 
 killer = cases("integrations/megatron/saving/test_checkpoint.py", k="same_layout and fp64")
 fault = of("integrations/megatron/saving/checkpoint.py", killer)
@@ -1104,19 +1096,6 @@ fault("a window of progress begins one place later", "places >= first) & (places
 fault = of("plugins/data/weights.py", cases("plugins/data/test_weights.py"))
 fault("weights by loss are over sums of losses", "seen.losses / np.maximum(seen.targets, 1)", "seen.losses / 1.0")
 
-killer = cases("plugins/mesh/candidates/test_halves.py")
-fault = of("core/costs/exposed.py", killer)
-fault(
-    "halves are planned as if traffic beside compute were free of it",
-    "max(0.0, 1.0 - BESIDE - 1.0 / context.traffic.layers)",
-    "1.0",
-)
-fault = of("core/balance/step_bound.py", killer)
-fault(
-    "a bound counts traffic that halves hide",
-    "limits.takes_turns:\n        context = untravelled(context)\n    if orders",
-    "orders",
-)
 fault = of("plugins/mesh/candidates/levelled.py", cases("plugins/mesh/candidates/test_levelled.py"))
 fault("sequences dealt anew fill a micro-batch over its cap", "free_tokens[into]", "2 * free_tokens[into] + 9999")
 fault(
@@ -1264,20 +1243,6 @@ fault(
 )
 fault = of("runtime/world/agreement.py", cases("rehearsal/test_scripts.py", k="megatron and dp2"))
 fault("what ranks tell each other goes through NCCL from the host", 'if "cpu:" in dist.', 'if "cuda:" in dist.')
-killer = cases("rehearsal/test_turns.py", k="tp2 and kept")
-fault = of("integrations/megatron/model/turns.py", killer)
-fault("a half begins before what it reads is there", "half.stream.wait_stream(torch.cuda.current_stream())", "pass")
-fault("nobody waits for the halves", "torch.cuda.current_stream().wait_stream(half.stream)", "pass")
-fault = of("runtime/attention/prefix.py", killer)
-fault("the second half does not wait for the keys of the first", "entry.follow()\n            entry.", "entry.")
-fault("the first half does not wait for the gradients of its keys", "entry.follow()\n        if entry.", "if entry.")
-fault("memory of one half's sums is used again while the other reads it", "sums.record_stream(stream)", "pass")
-fault = of("integrations/megatron/model/turns.py", cases("rehearsal/test_turns.py", k="cp2 and recomputed"))
-fault(
-    "a recomputed half begins before what it takes memory from is read",
-    "_go_on_from_here(halves)\n    return",
-    "return",
-)
 
 fault = of("runtime/unpickling.py", cases("runtime/test_unpickling.py"))
 fault("checkpoints may run code", 'os.environ[FORCE] = "1"', 'os.environ[FORCE] = "0"')

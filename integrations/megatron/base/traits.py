@@ -42,7 +42,6 @@ def traits_of(dtype: str, section: Megatron, *, divides_tokens: bool) -> Trainer
         overlaps_gradients=section.overlap_grad_reduce,
         waits_for_sends=True,
         sends_once=True,
-        takes_turns=not divides_tokens,
         divides_tokens=divides_tokens,
     )
 

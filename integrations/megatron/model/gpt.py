@@ -25,7 +25,6 @@ from ..base.traits import layers_of_stages
 from .attention import packed_layer_spec, stock_layer_spec
 from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions
-from .turns import take_turns
 from .v_shape import StagePlace, VShaped
 from .vocabulary import hide_padding, padded_vocabulary
 
@@ -126,7 +125,7 @@ def build_model(
     tell_routers(model)
     if first:
         sum_in_float32(model.embedding.word_embeddings)
-    return take_turns(use_token_positions(model))
+    return use_token_positions(model)
 
 
 def build_stages(recipe: Recipe, config: TransformerConfig, layout: Layout, device: int) -> nn.Module:

@@ -225,14 +225,7 @@ def test_decode_kernels_are_measured_against_float64(measured: Measured) -> None
     assert result["tokens_per_s"]["evenload"] > 0
 
 
-def test_halves_that_take_turns_give_the_norm_of_one_pass(measured: Measured) -> None:
-    rows = measured("turns", "--tiny", "--tokens", "256", "--layers", "2")["rows"]
-    assert [row["name"] for row in rows] == ["whole", "cut"]
-    assert max(row["grad_norm_rel_diff"] for row in rows) < 1e-5
-    assert all(row["at_once_s"] > 0 and row["halves_s"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("name", ["slices", "chunks", "ring", "offload", "experts", "adapters", "decode", "turns"])
+@pytest.mark.parametrize("name", ["slices", "chunks", "ring", "offload", "experts", "adapters", "decode"])
 def test_what_needs_a_card_says_so(name: str, scripted: Callable[..., Any], tmp_path: Path) -> None:
     done = scripted("megatron", tmp_path, GPU / f"{name}.py")
     assert done.returncode == 1

@@ -37,7 +37,7 @@ from evenload.training.proof.weighing import drawn_weights
 
 from ..references import kept
 from .by_hand import by_hand
-from .drawn import LENGTHS, in_turns, random_plan, random_shared_plan
+from .drawn import LENGTHS, random_plan, random_shared_plan
 from .pipelines import random_pipeline
 
 ROUNDING = 2e-6
@@ -65,8 +65,6 @@ def planned(host: Any, name: str | int, lengths: Sequence[int] = LENGTHS, **draw
     elif kind == "pipeline":
         own = {"layers": layout.layers, "v_shape": layout.v_shape, "replay": "some"}
         plan = random_pipeline(Random(int(seed)), lengths, **sizes, **own, **drawn)
-    elif kind == "turns":
-        plan = in_turns(int(seed), heads=heads, **sizes, **drawn)
     elif kind == "shared":
         plan = random_shared_plan(int(seed), lengths, heads=heads, **sizes, **drawn)
     else:
@@ -83,8 +81,8 @@ _DRAWN: dict[str, dict[str, Any]] = {
     "idle": {"idle": (1,), "asymmetric": False},
     "recomputed": {"recompute": True, "asymmetric": False},
 }
-"""Draws of `random_plan`; ``shared``, with micro-batches that ranks share, ``turns``, with halves that take turns, and
-``pipeline``, with weight gradients as passes of their own, have functions of their own."""
+"""Draws of `random_plan`; ``shared``, with micro-batches that ranks share, and ``pipeline``, with weight gradients as
+passes of their own, have functions of their own."""
 
 
 def tokens(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> Callable[[int], Any]:

@@ -1,4 +1,4 @@
-"""Plans drawn from a seed: cuts, packs, replays, recomputation and orders; micro-batches that ranks share; halves.
+"""Plans drawn from a seed: cuts, packs, replays, recomputation and orders; micro-batches that ranks share.
 
 Only the laws are asked of these plans; no planner would make most of them.
 """
@@ -14,7 +14,6 @@ import numpy as np
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.plan.token_layout import tokens_of_ranks
 
 LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
 """Of the batch that plans are made of unless a test has another."""
@@ -199,37 +198,6 @@ def _backward_order(plan: StepPlan, draw: np.random.Generator) -> list[int]:
         order.append(ready[int(draw.integers(len(ready)))])
         left.remove(order[-1])
     return order
-
-
-def in_turns(seed: int, *, num_ranks: int, heads: int = 0, recompute: bool = False, **sizes: int) -> StepPlan:
-    """A drawn plan of `LENGTHS` most of whose micro-batches are two halves: slices of the first, of the second, or
-    cut between them, also where a sequence is in slices already."""
-    draw = np.random.default_rng(seed)
-    plain = {"asymmetric": False, "replay": "none", "recompute": recompute, "pieces": (1, 1, 2)}
-    whole = random_shared_plan(seed, LENGTHS, num_ranks=num_ranks, heads=heads, **plain, **sizes)
-    able = replace(whole, limits=replace(whole.limits, takes_turns=True))
-    halved = replace(able, micro_batches=tuple(_halved(draw, m) for m in able.micro_batches))
-    return check(halved if whole.order else with_order(halved, draw))
-
-
-def _halved(draw: np.random.Generator, m: MicroBatch) -> MicroBatch:
-    cuts = len(m.slices) == 1 or draw.integers(2)
-    for _ in range(0 if m.remap else 8):
-        rows: tuple[Any, Any] = ([], [])
-        for piece, ranks in zip(m.slices, m.ranks_of_slices, strict=True):
-            least = 4 * len(ranks)
-            if cuts and piece.length >= 2 * least and draw.integers(3):
-                middle = piece.start + int(draw.integers(least, piece.length - least + 1))
-                rows[0].append((piece._replace(stop=middle), ranks))
-                rows[1].append((piece._replace(start=middle), ranks))
-            else:
-                rows[int(draw.integers(2))].append((piece, ranks))
-        if all(rows):
-            slices, groups = zip(*rows[0], *rows[1], strict=True)
-            halved = m._replace(slices=slices, cp_groups=groups if m.cp_groups else (), first_half=len(rows[0]))
-            if all(min(tokens_of_ranks(half).values()) for half in halved.halves):
-                return halved
-    return m
 
 
 def random_shared_plan(

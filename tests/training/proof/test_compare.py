@@ -130,15 +130,6 @@ model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups
 data: {max_length: 160, long_samples: truncate}
 train: {global_batch_size: 6, lr: 1.0e-2, weight_decay: 0.1, clip_grad: 0.3, lr_schedule: linear}
 """
-SLOW = """
-name: slow
-source: a byte takes as long as a thousand products, so that halves of micro-batches gain
-ranks_per_node: 4
-flops_per_s: 2.0e+9
-memory_bytes: 8.0e+9
-intra: {latency_s: 0.0, bytes_per_s: 3.0e+6}
-inter: {latency_s: 0.0, bytes_per_s: 3.0e+6}
-"""
 PACKED = "plugins.packing.enabled=true"
 V_OF_STAGES = ("parallel.pp=2", "model.num_layers=4") + tuple(
     f"plugins.pipeline.{word}" for word in ("enabled=true", "v_shape=true", "max_tokens=64")
@@ -167,11 +158,6 @@ RUNS = {
         (*V_OF_STAGES, "parallel.dp=2", "megatron.overlap_grad_reduce=true"),
         {"cut sequences", "an order of the plan's own"},
     ),
-    "megatron, halves in turn": (
-        ("parallel.tp=2", "train.recompute=true", "train.dtype=fp64", "cluster=slow.yaml", "plugins.mesh.enabled=true")
-        + ("plugins.mesh.max_tokens=160", "plugins.mesh.halves=auto"),
-        {"halves that take turns", "cut sequences"},
-    ),
     "deepspeed": (
         ("trainer=deepspeed", "parallel.dp=2", PACKED, "plugins.packing.max_tokens=96", "--weights"),
         {"cut sequences", "idle ranks"},
@@ -184,7 +170,7 @@ RUNS = {
 }
 
 
-FURTHER = ("megatron, two of a V", "megatron, a V of stages", "megatron, halves in turn")
+FURTHER = ("megatron, two of a V", "megatron, a V of stages")
 """Of the full run."""
 
 
@@ -192,7 +178,6 @@ FURTHER = ("megatron, two of a V", "megatron, a V of stages", "megatron, halves 
 def test_a_small_run_is_exact(name, tmp_path, forged):
     words, reached = RUNS[name]
     (tmp_path / "tiny.yaml").write_text(TINY)
-    (tmp_path / "slow.yaml").write_text(SLOW)
     done = forged(tmp_path, "verify", "tiny.yaml", *words, "--json")
     assert done.stdout, done.stderr[-3000:]
     result = json.loads(done.stdout)
