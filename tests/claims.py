@@ -301,7 +301,7 @@ docs/pipeline.md
     benchmarks/planning/test_pipeline.py::test_chunks_of_equal_time_are_ahead_of_every_other_way
   | PP 8, 0.25 ms | 6.1 % (33) | 6.1 % (19) |
     benchmarks/peers/test_pipelines.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
-  Predicted to shorten a step by 4 % to 11 % at equal memory
+  Predicted to shorten a step by 4.6 % to 9.5 %
     benchmarks/peers/test_pipelines.py::test_two_stages_on_each_device_are_planned_at_equal_memory
   | stock | 5,834 | 1.53x
     training/test_pipelines.py::test_bench_has_a_bubble_and_peaks_of_every_stage
