@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ...core.input.bounds import RankCountOrAll, TokenCount, Tries
 from ...core.input.validation import OFF_IS_A_WORD
@@ -40,6 +40,14 @@ class MeshConfig(PluginConfig):
     """Whether activations may wait in host memory where the device's is predicted not to hold them."""
     effort: Tries = 2
     """How hard to look for better divisions of the batch into rounds; each further unit takes a tenth longer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_halves(cls, values: Any) -> Any:
+        """``halves: off`` stands in every checkpoint that was written while there was such a key."""
+        if isinstance(values, dict) and values.get("halves") in ("off", False):
+            return {key: value for key, value in values.items() if key != "halves"}
+        return values
 
     @field_validator("engines", mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.judge import rivals_of
+from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES
@@ -268,3 +269,9 @@ def test_the_cap_of_tokens_follows_from_the_memory_of_the_device():
     assert 150_000 / 4 <= found.limits.max_tokens < 150_000
     assert degree_of(found, 0) > 1
     assert simulate(found, made.context, record=False).peak_bytes.max() <= made.context.cluster.memory_bytes
+
+
+def test_a_section_of_before_is_read_without_halves_in_turns():
+    assert MeshConfig.model_validate({"halves": "off"}) == MeshConfig.model_validate({"halves": False}) == MeshConfig()
+    with pytest.raises(EvenloadError, match=r"plugins\.mesh has no key 'halves'"):
+        parse({"plugins": {"mesh": {"halves": "auto"}}})
