@@ -72,12 +72,13 @@ def refuse_other_forms(batch: Mapping[str, Any], *, rotary: bool) -> None:
     shape = tuple(batch["input_ids"].shape)
     types = batch.get("token_type_ids")
     shapes = {key: tuple(batch[key].shape) for key in _READ[:4] if batch.get(key) is not None}
+    other_key = next((key for key in shapes if shapes[key] != shape), "other shapes")
     refuse_first(
         (
             len(shape) != 2 or any(other != shape for other in shapes.values()),
             "tensors of a batch are rows of one shape [rows, tokens]",
             ", ".join(f"{key} {list(value)}" for key, value in shapes.items()),
-            "leave position_ids out of the batch, so that the model makes its own",
+            f"leave {other_key} out of the batch, so that the model makes its own",
         ),
         (
             types is not None and (not rotary or bool(types.any())),

@@ -70,6 +70,8 @@ class PlannedModel:
     """Of hooks on the model."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
     hooked: bool = False
+    watched: bool = False
+    """The loop's own step has come to its backward: the next batch is planned."""
     form: StepForm | None = None
     """Of the batch that was measured."""
     idles: list[IdleSample] = field(default_factory=list)
@@ -138,7 +140,7 @@ def _watched_backward(accelerator: Any, loop: PlannedModel, loss: Any, run: Call
             raise
         _stay(accelerator, loop, error)
     else:
-        loop.loss.strayed = None if seen else loop.loss.strayed
+        loop.watched |= bool(seen)
     return done[0]
 
 
@@ -323,6 +325,7 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
         leave(NAME, loop.planning, EvenloadError(what, f"{keys} beside tokens", do))
         return None
     loop.hooked = step.hooked
+    loop.loss.strayed = None if loop.watched else loop.loss.strayed
     if loop.loss.strayed is not None:
         return None
     loop.planning.chain = with_work(loop.planning.chain, loop.model, step)

@@ -7,7 +7,7 @@ import copy
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -25,6 +26,11 @@ from ..huggingface import attention
 
 _SMALL = 1000
 """Entries of a container that is copied."""
+_MOVED = 1 << 20
+"""Entries of weights that are moved at least, where there are so many: small weights first, which are copied."""
+_STEP = 0.1
+"""How far, over the mean size of a weight's entries; for one of zeros, a fifth of this itself."""
+
 UNREACHED = "attention that packs do not reach: the model does not leave it to Transformers' AttentionInterface"
 
 
@@ -42,7 +48,8 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
 
     table = model.get_input_embeddings()
     # An encoder and a decoder may have modules of their own for one table, and PEFT puts its own around one.
-    others = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is table.weight]
+    weight = getattr(table, "weight", None)
+    others = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is weight]
     inner = {part for module in {table, *others} for part in module.modules() if part is not module}
     hooks = [module.register_forward_hook(cut) for module in {table, *others} - inner]
     try:
@@ -126,11 +133,11 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 @contextmanager
-def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
+def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[Callable[[], str | None]]:
     """Inside, the model trains, drops nothing, and recomputes no layer: PyTorch's older checkpoints give no gradient at
-    an activation. Afterwards its mode and its buffers are what they were, and random numbers go on as if nothing had
-    been drawn."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    an activation. Gives what names a buffer that has changed. Afterwards its mode and its buffers are what they were,
+    and random numbers go on as if nothing had been drawn."""
+    buffers = [(name, buffer, buffer.clone()) for name, buffer in model.named_buffers()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
     checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     modes = [(module, module.training) for module in model.modules()]
@@ -141,15 +148,47 @@ def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
         stack.enter_context(_WithoutDropout())
         model.train()
         try:
-            yield
+            yield lambda: next((name for name, buffer, value in buffers if not torch.equal(buffer, value)), None)
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
             for module, mode in modes:
                 module.training = mode
-            for buffer, value in buffers:
+            for _, buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+@contextmanager
+def moved(model: Any, side: float) -> Iterator[None]:
+    """Inside, weights that are trained lie a little to one side of where they are."""
+    _reshard(model)  # else what is moved may be a copy of a forward before, which is freed meanwhile
+    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
+    kept: list[tuple[Tensor, Tensor]] = []
+    entries = 0
+    with torch.no_grad():
+        for parameter in trained:
+            if entries >= _MOVED:
+                break
+            own: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+            kept.append((own, own.clone()))
+            entries += own.numel()
+            size = _STEP * float(own.abs().mean()) if own.numel() else 0.0
+            waves = torch.arange(own.numel(), device=own.device).sin().view(own.shape)
+            own.add_(side * (size or _STEP / 5) * waves.to(own.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own, value in kept:
+                own.copy_(value)
+        _reshard(model)  # else the next forward may take a copy of what was moved
+
+
+def _reshard(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def twin_of(trainer: Any) -> Any:

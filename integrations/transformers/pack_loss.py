@@ -174,7 +174,7 @@ class PackLoss:
     def _note(self, key: str | int, slope: Tensor) -> None:
         if self._slopes is None:
             error = EvenloadError(
-                "the loss of a batch came to another backward than the Accelerator's",
+                "the loss of a batch came to a second backward, or to another than the Accelerator's",
                 "a loss of the model's own",
                 "write accelerator.backward(loss) for loss.backward(), or leave evenload off",
             )

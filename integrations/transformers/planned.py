@@ -77,6 +77,8 @@ class PlannedTrainer:
     """Short samples with pictures, for micro-batches that have none."""
     planning: PlannedLoop | None = None
     """None until a form is measured to be exact, in the first step."""
+    build: list[tuple[Any, ...]] | None = None
+    """Of the model that was measured; see `build_of`."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
     proof: Proof = field(default_factory=partial(Proof, None))

@@ -71,6 +71,8 @@ class StepBatch:
     """Of every rank."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
+    changed: bool
+    """The model of some rank is not put together as it was."""
     parts: StepParts | None
     """What samples have beside tokens; None: nothing."""
 
@@ -185,12 +187,13 @@ class _Brought(NamedTuple):
     divisors: list[float]
     reach: int
     hooked: bool
+    changed: bool
     left: bool
     flattened: bool
     parts: BroughtParts
 
 
-def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> StepBatch | None:
+def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False, changed: bool = False) -> StepBatch | None:
     """The samples of all ranks; None if no batch of any has a target. Collective. Samples without a target are left
     out: they give no gradient.
 
@@ -198,6 +201,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         batches: of this rank in the step.
         config: of the model.
         hooked: hooks of this rank may change gradients.
+        changed: the model is not put together as it was.
 
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
     model's rotary tables depend on what a sample stands beside.
@@ -212,7 +216,8 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     forms = [one.rows for one in batches if one.rows is not None]
     far, left = max((one.reach for one in batches), default=0), any(form.left for form in forms)
     own_flat = any(one.flattened for one in batches)
-    of_ranks = [_Brought(*row) for row in everyone((errors, lengths, divisors, far, hooked, left, own_flat, brought))]
+    own_row = _Brought(errors, lengths, divisors, far, hooked, changed, left, own_flat, brought)
+    of_ranks = [_Brought(*row) for row in everyone(tuple(own_row))]
     raise_together(error for one in of_ranks for error in one.errors if error is not None)
     rank, _ = rank_and_size()
     samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank)
@@ -233,6 +238,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
         tuple(len(one.lengths) for one in of_ranks),
         any(one.hooked for one in of_ranks),
+        any(one.changed for one in of_ranks),
         StepParts.of([one.parts for one in of_ranks], samples, own_parts, content),
     )
 

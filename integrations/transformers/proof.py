@@ -30,7 +30,7 @@ from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
 from ..huggingface.mixers import Mixer, MixerSearch, apart
 from ..huggingface.models import num_windows
-from .conditions import UNREACHED, as_if_without_dropout, counted, drawn_outside_torch, embedded, twin_of
+from .conditions import UNREACHED, as_if_without_dropout, counted, drawn_outside_torch, embedded, moved, twin_of
 from .pack_loss import PackLoss
 from .supported import entered_module, inner_model
 
@@ -114,6 +114,7 @@ def prove(
     try:
         proof = measurement.proof()
     except EvenloadError as error:
+        error = measurement.unsteady() or error
         proof = Proof(EvenloadError(error.what, error.found, error.do or STOCK))
     except Exception as error:  # of code that nobody here has seen
         of_loss = not measurement.is_in_model
@@ -218,17 +219,20 @@ class Measurement:
 
     def proof(self) -> Proof:
         with ExitStack() as stack:
-            stack.enter_context(as_if_without_dropout(self._model, self._device))
+            changed = stack.enter_context(as_if_without_dropout(self._model, self._device))
+            # Where a run begins, a penalty may be 0: a model that is its own reference.
+            stack.enter_context(moved(self._model, 1.0))
             drawn = drawn_outside_torch()
             alone = [self._run(self._alone(i)) for i in range(2)]
+            self._refuse_state(changed)
             if self.flattened:
                 self._refuse_own_rows(alone)
             packed = self._run(self._together(self._samples))
-            self._refuse_other_attention(packed)
-            self._refuse_other_tokens(alone, packed)
             if drawn_outside_torch() != drawn:
                 what = "random numbers of Python's or numpy's in a forward, of which packs draw others"
                 raise EvenloadError(what, f"in a call of the loss of a {type(self._model).__name__}")
+            self._refuse_other_attention(packed)
+            self._refuse_other_tokens(alone, packed)
             may_cut = self._may_cut(packed)
             self._refuse_other_losses(alone, packed, is_divided=may_cut or self._halves(packed))
             sees_windows = packed.calls["windows"] >= num_windows(self._model.config) and not packed.calls["untold"]
@@ -311,6 +315,18 @@ class Measurement:
         for mixer in search.mixers:
             mixer.refuse_divided()
 
+    def unsteady(self) -> EvenloadError | None:
+        """What is wrong with a loss that is another one each time."""
+        try:
+            with as_if_without_dropout(self._model, self._device):
+                one, other = (self._run(self._alone(0), backward=False).loss for _ in range(2))
+        except Exception:  # of code that nobody here has seen
+            return None
+        if abs(one - other) <= self._tolerance * abs(one):
+            return None
+        what = "a loss that is another one each time: random numbers, or a count of its own"
+        return EvenloadError(what, f"{one:.6g} and {other:.6g} of one batch")
+
     def raises_on_row(self) -> bool:
         """Whether the loss raises on the script's own batch as well."""
         try:
@@ -339,6 +355,12 @@ class Measurement:
                     "pass use_cache=False to the model, or use an attention that keeps packed samples apart "
                     "(`evenload audit` shows which rows); then samples are trained alone, as under packs",
                 )
+
+    def _refuse_state(self, changed: Callable[[], str | None]) -> None:
+        """Raise EvenloadError where a forward has changed a buffer."""
+        if (name := changed()) is not None:
+            what = "a buffer that a forward in training mode changes, and packs change otherwise"
+            raise EvenloadError(what, f"{name} of a {type(self._model).__name__}")
 
     def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
         """What belongs to the samples, as it lies in both behind each other [T, ...]."""

@@ -18,6 +18,12 @@ log = logging.getLogger("evenload")
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update weights inside a backward."""
 
+_RATES = ("p", "dropout", *ATTENTION_DROPOUT)
+"""Attributes of modules that are rates of dropout."""
+
+_KNOWN = ("evenload", "transformers", "accelerate", "trl", "llamafactory", "swift", "axolotl", "unsloth")
+"""Packages whose own ``training_step`` and ``on_substep_end`` neither read nor change what one batch gives."""
+
 
 def divides_by_batch(trainer: Any, num_items: Any) -> bool:
     """Whether a token's loss depends on the batch or the rank that it came in.
@@ -45,6 +51,25 @@ def refuse_trainer(trainer: Any, *, of_units: bool = False) -> None:
             f"a model of type {type(model).__name__}",
             "give a Hugging Face causal language model",
         )
+
+
+def own_step(trainer: Any) -> EvenloadError | None:
+    """What of a script's own may look at or change a step between its batches, which a plan runs all at once."""
+    if trainer.args.gradient_accumulation_steps == 1:
+        return None
+    steps = [one for kind in type(trainer).__mro__ if (one := vars(kind).get("training_step"))]
+    steps += [trainer.training_step, *(one.on_substep_end for one in trainer.callback_handler.callbacks)]
+    named = [(getattr(one, "__qualname__", str(one)), str(getattr(one, "__module__", ""))) for one in steps]
+    own = next((names for names in named if not _is_known(names[1])), None)
+    return own and EvenloadError(
+        "the script's own code runs between the batches of a step, which a plan computes all at once",
+        f"{' of '.join(own)}, gradient_accumulation_steps = {trainer.args.gradient_accumulation_steps}",
+        "change batches in the collate function or in compute_loss, gradients in on_pre_optimizer_step of a callback",
+    )
+
+
+def _is_known(module: str) -> bool:
+    return module.split(".")[0].lower().startswith(_KNOWN)
 
 
 def _of_noise(trainer: Any) -> Rule:
@@ -126,6 +151,14 @@ def outer_model(accelerator: Any, model: Any) -> Any:
     return outer
 
 
+def build_of(model: Any) -> list[tuple[Any, ...]]:
+    """What a script may change of a model while it trains: its modules, their hooks and their rates of dropout."""
+    return [
+        (id(one), len(one._forward_hooks), len(one._forward_pre_hooks), *map(vars(one).get, _RATES))
+        for one in model.modules()
+    ]
+
+
 def packs_fault(model: Any) -> EvenloadError | None:
     """What keeps the model from computing packs, by its config."""
     try:
@@ -163,6 +196,7 @@ def warn_of_dropout(model: Any) -> None:
     """Say that dropout draws other masks than in a run without evenload."""
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]
     dropped = [name for name, layer in layers if getattr(layer, "p", 0.0)]
-    dropped += [key for key in ATTENTION_DROPOUT if getattr(model.config, key, None)]
+    sources = [vars(layer) for layer in model.modules()] + [vars(model.config)]
+    dropped += [key for key in ATTENTION_DROPOUT if any(one.get(key) for one in sources)]
     if dropped:
         log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)

@@ -34,7 +34,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
-from ...runtime.world.agreement import rank_and_size
+from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface.inputs import without_unread
 from ..huggingface.models import num_windows
 from ..unmodified.planned_loop import PlannedLoop, leave
@@ -50,8 +50,10 @@ from .proof import Measurement, Proof, of_flattened, prove_trainer, tolerance_of
 from .proof_rows import rows_like
 from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
+    build_of,
     divides_by_batch,
     inner_model,
+    own_step,
     packs_fault,
     refuse_trainer,
     rows_fault,
@@ -97,7 +99,10 @@ def _numbers(state: PlannedTrainer) -> Mapping[str, float]:
 
 
 def _begun(trainer: Any, recipe: Recipe, num_items: Any) -> PlannedTrainer:
-    """What is kept for a Trainer whose first window begins. Raises EvenloadError where it cannot be planned exactly."""
+    """What is kept for a Trainer whose first window begins. Collective. Raises EvenloadError where it cannot be planned
+    exactly."""
+    if (fault := next(filter(None, everyone(own_step(trainer))), None)) is not None:
+        raise fault
     units = unit_rows(trainer)
     if isinstance(units, EvenloadError):
         state = PlannedTrainer(recipe, 0, units)
@@ -201,7 +206,12 @@ def _planned_step(
     """The samples of a step, the form of its micro-batches and its plan; None where it runs as it is. Collective.
     Raises EvenloadError, the same on all ranks, where it cannot be planned exactly."""
     inner = inner_model(trainer)
-    batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
+    build, before = build_of(inner), state.build
+    state.build = build
+    read, changed = [one.reading() for one in reversed(taken)][::-1], before not in (None, build)
+    batch = gather(read, inner.config, hooked=state.hooks.watch(inner), changed=changed)
+    if batch is not None and batch.changed:
+        state.measured.clear()
     state.has_targets = batch is not None or bool(state.has_targets)
     if batch is None:
         return None

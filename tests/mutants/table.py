@@ -432,8 +432,12 @@ fault = of("patches/transformers.py", killer)
 fault("what a program assigns anew stays", "for lost in put_back(steps):", "for lost in list[str]():")
 fault = of("integrations/transformers/trainer.py", killer)
 fault("a wrapper inside a wrapper begins a step of its own", "if is_running():  # inside", "if not trainer:  # inside")
-fault = of("integrations/transformers/units/proof.py", cases("hosts/test_trl_layouts.py"))
-fault("weights are moved in a copy that is freed", "module.reshard()", "pass")
+fault = of("integrations/transformers/conditions.py", cases("hosts/test_trl_layouts.py"))
+fault("weights are moved in a copy that is freed", "_reshard(model)  # else what", "pass  # else what")
+fault = of(
+    "integrations/transformers/conditions.py", cases("integrations/huggingface/test_trainer.py", k="exact and fsdp")
+)
+fault("a step runs on a copy of moved weights", "_reshard(model)  # else the next", "pass  # else the next")
 
 fault = of("core/simulate/one_queue.py", cases("independent/test_one_queue.py"))
 fault(
@@ -528,6 +532,8 @@ fault = of("integrations/transformers/planning.py", killer)
 fault("a loop of Accelerate takes the mean of a pack", "self.divisors", "[pack.num_targets] * len(self.divisors)")
 fault("a loop's own number of tokens does not divide", "if one.divisor is None else one.divisor for one", "for one")
 killer = cases("integrations/huggingface/test_accelerate.py", k="stay or is_refused")
+fault = of("integrations/transformers/accelerate_loop.py", killer)
+fault("a loop is planned before its second backward", "loop.watched |= bool(seen)", "loop.loss.strayed = None")
 fault = of("integrations/transformers/pack_loss.py", killer)
 fault("any loss passes for the model's own in a loop", "bool(used) and abs(value - own) > rounding", "False")
 fault("ranks of a loop may multiply by different numbers", "bool(unlike),", "False,")
@@ -590,8 +596,18 @@ fault("a script's _prepare_inputs is let at packs", "(trainer, _prepare_inputs=l
 fault("a run that an exception ended is held against the next", "is None or window.run is not trainer.state", "is None")
 fault = of("integrations/transformers/planning.py", killer)
 fault("a step without a target ends the run", "if not samples.places:\n        return None", "assert samples.places")
+killer = cases("integrations/huggingface/test_changes.py", k="later")
+fault = of("integrations/transformers/trainer.py", killer)
+fault("a model that a script changes later is trusted", "state.measured.clear()", "pass")
 killer = cases("integrations/huggingface/test_changes.py", k="cannot_be_planned")
+fault = of("integrations/transformers/trainer.py", killer)
+fault(
+    "a rank alone leaves its batches", "filter(None, everyone(own_step(trainer)))", "filter(None, [own_step(trainer)])"
+)
+fault = of("integrations/transformers/supported.py", killer)
+fault("callbacks between batches are not looked at", "*(one.on_substep_end for one in", "*(one for one in () and")
 fault = of("integrations/transformers/proof.py", killer)
+fault("buffers of a forward are not looked at", "(name := changed()) is not None", "(name := changed()) is True")
 fault(
     "a loss that the model's loss function has no part in is planned",
     "if loss is not None:\n            loss.refuse_unused()",
@@ -665,6 +681,7 @@ fault = of("integrations/transformers/proof.py", cases("integrations/huggingface
 fault("a model's own attention is not seen to be its own", "calls != layers * forwards", "calls > layers * forwards")
 killer = cases("integrations/huggingface/test_proof.py")
 fault = of("integrations/transformers/proof.py", killer)
+fault("a loss is measured where its penalty is 0", "moved(self._model, 1.0)", "nullcontext()")
 fault("a loss of another divisor is planned", "- packed.loss) <= _LINEAR * abs(packed", "- packed.loss) <= abs(packed")
 fault("a loss that is no sum over samples is planned", "- total) > self._tolerance / 5 * sum(abs", "- total) > sum(abs")
 fault("a loss that shifts labels itself has its samples cut", "_halves(packed, labels=IGNORE)", "_halves(packed)")

@@ -105,6 +105,7 @@ class PlannedLoader:
         self._handed_out = handed_out
         self._hold = hold
         self._has_warned = False
+        self._has_compared = False
         self._config = config
         self._keys: set[str] = set()
 
@@ -178,6 +179,15 @@ class PlannedLoader:
             return _same(entry, samples[entry.rows])
 
         num_targets = sum(entry.num_targets for entry in entries)
+        of_batches = {sum(entry.num_targets for entry in one) for own in of_ranks for one in own.entries}
+        if len(of_batches) > 1 and not self._has_compared and dist.get_rank() == 0:
+            log.warning(
+                "a step's loss is the mean over all its targets, where the script's is the mean of its micro-batches' "
+                "means: they have %d to %d targets, of which those in small ones count more there",
+                min(of_batches),
+                max(of_batches),
+            )
+        self._has_compared |= len(of_batches) > 1
         plan, micro_batches = self._planned(batch.lengths)
         return [
             build_batch(plan, micro_batch, sample, num_targets, place, self._keys)

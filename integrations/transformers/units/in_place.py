@@ -8,11 +8,10 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from ....core.errors import EvenloadError
-from ..conditions import as_if_without_dropout, twin_of
+from ..conditions import as_if_without_dropout, moved, twin_of
 from ..pack_call import PackCalls
 from ..proof import Call, Measurement, Proof, difference, prove
 from ..supported import entered_module, inner_model
-from .proof import moved
 
 _LEAST_LOSS = 0.1
 """Below it the loss is compared with this: centred advantages have a loss of rounding alone."""

@@ -7,18 +7,17 @@ both, and so the gradient at the input embeddings. Where a run begins, the polic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone
 from ...huggingface.units import Unit, UnitForm, batch_of, mask_of
-from ..conditions import as_if_without_dropout, twin_of
+from ..conditions import as_if_without_dropout, moved, twin_of
 from ..pack_call import PackCalls
 from ..proof import STOCK, Call, Measurement, Proof, ProofRun, difference, prove
 from ..supported import entered_module, inner_model
@@ -27,11 +26,6 @@ _LENGTHS, _ANSWERS = (7, 12), (2, 5)
 """Tokens of the first row of each unit, and those that are its answer: unlike, so that a mean of them differs."""
 _PADDING = 3
 """Slots beyond the longest row, so that every one has padding."""
-_MOVED = 1 << 20
-"""Entries of weights that are moved at least, where there are so many: small weights first, which are copied."""
-_STEP = 0.1
-"""How far, over the mean size of a weight's entries; for one of zeros, a fifth of this itself."""
-
 
 _NO_WEIGHT = (0.5, -1.0)
 """What stands for a value of 0: an advantage of it would hide what a unit does."""
@@ -104,12 +98,13 @@ def _units_like(model: Any, units: Sequence[Unit], form: UnitForm, of_mean: bool
 
         def proof(self) -> Proof:
             with ExitStack() as stack:
-                stack.enter_context(as_if_without_dropout(self._model, self._device))
+                changed = stack.enter_context(as_if_without_dropout(self._model, self._device))
                 seen, flows = set(), False
                 for side in (0.0, 1.0, -1.0) if units[0].is_generated else (1.0, -1.0):
                     with moved(model, side):
                         alone = [self._run(batch_of([unit], form, self._device)) for unit in units]
                         together = self._run(batch_of(units, form, self._device, _PADDING))
+                    self._refuse_state(changed)
                     self._refuse_other_losses(alone, together, is_divided=True)
                     norms = [float(one.norm()) for one in together.gradients]
                     flows = flows or any(norms)
@@ -143,30 +138,3 @@ def _rows(gradient: Tensor, mask_RT: Tensor) -> list[Tensor]:
     """What lies under each row [L, H], out of padded rows [R, T, H] or a pack of them [1, N, H]."""
     flat_NH = gradient[mask_RT.bool()] if gradient.shape[:2] == mask_RT.shape else gradient[0]
     return list(torch.split(flat_NH, mask_RT.bool().sum(1).tolist()))
-
-
-@contextmanager
-def moved(model: Any, side: float) -> Iterator[None]:
-    """Inside, weights that are trained lie a little to one side of where they are."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else what is moved may be a copy of a forward before, which is freed meanwhile
-    trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
-    kept: list[tuple[Tensor, Tensor]] = []
-    entries = 0
-    with torch.no_grad():
-        for parameter in trained:
-            if entries >= _MOVED:
-                break
-            own: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
-            kept.append((own, own.clone()))
-            entries += own.numel()
-            size = _STEP * float(own.abs().mean()) if own.numel() else 0.0
-            waves = torch.arange(own.numel(), device=own.device).sin().view(own.shape)
-            own.add_(side * (size or _STEP / 5) * waves.to(own.dtype))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for own, value in kept:
-                own.copy_(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -124,6 +125,48 @@ class Drawing(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, labels=labels, **more)
 
 
+class Noisy(LlamaForCausalLM):
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        noisy = embedded + 0.1 * torch.randn_like(embedded)
+        return super().forward(inputs_embeds=noisy, attention_mask=attention_mask, labels=labels, **more)
+
+
+class Tables(torch.nn.Module):
+    """Embeddings that are a sum of two tables, and have no ``weight``."""
+
+    def __init__(self, *tables: Any) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList(tables)
+
+    def forward(self, input_ids: Any) -> Any:
+        return self.tables[0](input_ids) + self.tables[1](input_ids)
+
+
+class TwoTables(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens = Tables(self.model.embed_tokens, torch.nn.Embedding(96, 32))
+
+
+class Reference(Trainer):
+    """A penalty where the model leaves its own beginning, also at a first token that is a label."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self.first = deepcopy(model).requires_grad_(False)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        with torch.no_grad():
+            wanted = self.first(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+        apart = (outputs.logits - wanted).square().sum(-1)
+        loss = outputs.loss + (apart * (inputs["labels"] != -100)).sum() / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
 class Cached(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": True}, *args, **kwargs)
@@ -152,6 +195,8 @@ MODELS = {
     "penalty of scores": PenaltyOfScores,
     "far places": Far,
     "random": Drawing,
+    "noisy": Noisy,
+    "two tables": TwoTables,
 }
 TRAINERS = {
     "logs": Logs,
@@ -160,6 +205,7 @@ TRAINERS = {
     "flattened, cached": Cached,
     "by rows": ByRows,
     "shifted before": ShiftedBefore,
+    "reference": Reference,
 }
 COLLATE = {"flattened": flattened, "no targets": without_targets}
 OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

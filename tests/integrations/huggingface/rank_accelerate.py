@@ -385,7 +385,16 @@ class WithLogitsLater(Loop):
         return outputs.loss
 
 
-@script.stays("came to another backward than the Accelerator's")
+@script.stays("came to a second backward, or to another than the Accelerator's")
+class TwoBackwards(Loop):
+    accumulated = 1
+
+    def backward(self, loss: Any) -> None:
+        self.accelerator.backward(loss, retain_graph=True)
+        super().backward(0.5 * loss)
+
+
+@script.stays("came to a second backward, or to another than the Accelerator's")
 class WithoutAcceleratorsBackward(Loop):
     def backward(self, loss: Any) -> None:
         loss.backward()

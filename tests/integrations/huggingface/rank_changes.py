@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import torch
 from evenload.integrations.transformers import trainer as planned_trainer
 from rank_trainer import InOrder, build_model, samples_of
 from torch.nn.functional import pad
+from torch.nn.utils import parametrizations
 from trainer_runs import Keep, arguments, collate, forget_layout
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from variants import Ran, Variants
@@ -52,6 +54,8 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
 
 @script.planned(2)
 class LabelsOfAStep(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
+
     def training_step(self, model: Any, inputs: Any, *num_items: Any) -> Any:
         inputs["labels"] = inputs["labels"].masked_fill(inputs["input_ids"] % 7 == 0, -100)
         return super().training_step(model, inputs, *num_items)
@@ -59,6 +63,8 @@ class LabelsOfAStep(Changed):
 
 @script.planned(2)
 class IdsInPlace(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
+
     def training_step(self, model: Any, inputs: Any, *num_items: Any) -> Any:
         tokens = inputs["input_ids"]
         tokens[(tokens % 5 == 0) & (inputs["attention_mask"] == 1)] = 5
@@ -69,11 +75,13 @@ class IdsInPlace(Changed):
 class OtherBatch(Changed):
     """A curriculum: rows are cut short, in a dictionary of the script's own."""
 
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
+
     def training_step(self, model: Any, inputs: Any, *num_items: Any) -> Any:
         return super().training_step(model, {key: value[:, :12] for key, value in inputs.items()}, *num_items)
 
 
-@script.planned(2)
+@script.stays("the script's own code runs between the batches of a step")
 class PassedOver(Changed):
     """Of three batches the one in the middle is not trained on."""
 
@@ -86,8 +94,58 @@ class PassedOver(Changed):
 
 
 @script.refused("batches of a planned step did not come to Trainer.training_step")
-class LastPassedOver(PassedOver):
-    seen = 2
+class LastKeptBack(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args)
+        return batches[:2], num_items
+
+
+@script.stays("the script's own code runs between the batches of a step")
+class ClippedBetween(Changed):
+    def training_step(self, model: Any, *of_step: Any) -> Any:
+        loss = super().training_step(model, *of_step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return loss
+
+
+@script.stays("the script's own code runs between the batches of a step")
+class ZeroedBetween(Changed):
+    """By a callback, of one rank alone: what a rank may do to itself is no other's affair, but the plan is."""
+
+    def start(self) -> None:
+        class Zeroes(TrainerCallback):
+            def on_substep_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+                model.zero_grad()
+
+        if torch.distributed.get_rank():
+            self.add_callback(Zeroes)
+        self.train()
+
+
+class HookedLater(Changed):
+    """From its second step on a layer adds the mean over its row."""
+
+    def start(self) -> None:
+        class Hooks(TrainerCallback):
+            def on_step_begin(self, *of_step: Any, model: Any = None, **_: Any) -> None:
+                if of_step[1].global_step == 1:
+                    model.get_input_embeddings().register_forward_hook(lambda *of: of[2] + of[2].mean(1, keepdim=True))
+
+        self.add_callback(Hooks)
+        self.train()
+
+
+def normed(model: Any) -> Any:
+    """Power iterations of every forward stay in buffers."""
+    parametrizations.spectral_norm(model.model.layers[0].mlp.up_proj)
+    return model.double()
+
+
+@script.stays("a buffer that a forward in training mode changes")
+class SpectralNorm(Changed):
+    change = staticmethod(normed)
 
 
 @script.planned(2)
@@ -108,6 +166,8 @@ class OwnDivisor(Changed):
 
 @script.stays("the batches of one step are not divided by one number")
 class DivisorOfEachBatch(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
+
     def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
         return super().training_step(model, inputs, (inputs["labels"] != -100).sum() * 4)
 
@@ -136,7 +196,9 @@ class OneObjectTwice(Changed):
 
 @script.planned(2)
 class OneObjectChanged(OneObjectTwice):
-    """The same, with one more label masked at each of its turns."""
+    """The same, a step each, with one more label masked at each of its turns."""
+
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
 
     turn = 0
 
@@ -148,7 +210,9 @@ class OneObjectChanged(OneObjectTwice):
 
 @script.planned(2)
 class TwiceInAStep(Changed):
-    """Each batch is trained on twice."""
+    """Each batch is trained on twice: once by its plan."""
+
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
 
     def training_step(self, *of_step: Any) -> Any:
         return super().training_step(*of_step) + super().training_step(*of_step)
@@ -156,6 +220,8 @@ class TwiceInAStep(Changed):
 
 @script.stays("does not call Trainer.training_step")
 class OwnStep(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)
@@ -284,18 +350,19 @@ class ChangedBehind(Changed):
 
 @script.planned(2)
 class Interrupted(Changed):
-    """A notebook: a callback raises in the middle of a step, and training begins again."""
+    """A notebook: someone stops it in the middle of a step, and training begins again."""
+
+    prepared = 0
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.prepared += 1
+        if self.prepared == 2:
+            raise KeyboardInterrupt
+        return super()._prepare_inputs(inputs)
 
     def start(self) -> None:
-        class Raises(TrainerCallback):
-            def on_substep_end(self, *_: Any, **__: Any) -> None:
-                raise KeyboardInterrupt
-
-        self.add_callback(Raises)
-        try:
+        with suppress(KeyboardInterrupt):
             self.train()
-        except KeyboardInterrupt:
-            self.remove_callback(Raises)
         self.train()
 
 
@@ -324,6 +391,10 @@ class TargetlessStep(Changed):
 
         self.data_collator = collated
         return super().get_train_dataloader()
+
+
+def hooked_later() -> dict[str, Any]:
+    return script.compared(HookedLater)
 
 
 def masked(gradient: Any) -> Any:

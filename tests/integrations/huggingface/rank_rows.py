@@ -72,15 +72,9 @@ class Counting(Trainer):
 
     slots = 0
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        hook = self.accelerator.unwrap_model(model).register_forward_pre_hook(self._count, with_kwargs=True)
-        try:
-            return super().training_step(model, inputs, num_items_in_batch)
-        finally:
-            hook.remove()
-
-    def _count(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.slots += kwargs["input_ids"].numel() * torch.is_grad_enabled()
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.slots += inputs["input_ids"].numel() * torch.is_grad_enabled()
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def _train(

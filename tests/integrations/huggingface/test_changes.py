@@ -19,3 +19,10 @@ def test_trainers_that_cannot_be_planned_stay_as_they_are_and_say_why(on_ranks):
 
 def test_what_no_plan_can_follow_is_refused_on_all_ranks(on_ranks):
     check_refused(on_ranks(2, "rank_changes.of_kind", kind="refused"), most_planned=2)
+
+
+def test_a_model_that_a_script_changes_later_is_measured_anew(on_ranks):
+    for ended in on_ranks(2, "rank_changes.hooked_later"):
+        assert ended["planned"] == ["packs"]
+        assert ended["grad"] < 1e-9
+        assert "padded groups: a sample is computed otherwise" in ended["said"][0]

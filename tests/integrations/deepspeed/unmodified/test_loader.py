@@ -77,7 +77,7 @@ def collated(samples: list[list[int]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_is_over_the_targets_and_a_model_must_reach_the_samples_of_all_ranks(
-    rank: int, monkeypatch: pytest.MonkeyPatch
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 has short samples with few targets, rank 1 long ones; what is asked of the model is the same on both."""
     data = [[2, 4, 1], [3, 5], [6, 8, 10, 12, 14, 16, 18], [1, 3, 4, 5]]
@@ -96,7 +96,9 @@ def test_a_loss_is_over_the_targets_and_a_model_must_reach_the_samples_of_all_ra
     monkeypatch.setattr(loaders, "build_batch", lambda *words: made.append(words[3]))
     loader = loader_of()
     monkeypatch.setattr(loader, "_planned", lambda lengths: (nobody, [nobody, nobody]))
-    loader._plan_step([*rows[rank]])
+    for _ in range(2):
+        loader._plan_step([*rows[rank]])
     targets = [1, 0, 6, 1]  # of each row: even tokens behind its first one
-    assert made == [sum(targets)] * 2
-    assert asked == [(7, 7)]
+    assert made == [sum(targets)] * 4
+    assert asked == [(7, 7)] * 2
+    assert [record.args for record in caplog.records] == [(0, 6)] * (rank == 0), "a mean of means is another: said once"
