@@ -216,8 +216,8 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False, change
     forms = [one.rows for one in batches if one.rows is not None]
     far, left = max((one.reach for one in batches), default=0), any(form.left for form in forms)
     own_flat = any(one.flattened for one in batches)
-    own_row = _Brought(errors, lengths, divisors, far, hooked, changed, left, own_flat, brought)
-    of_ranks = [_Brought(*row) for row in everyone(tuple(own_row))]
+    own_row = (errors, lengths, divisors, far, hooked, changed, left, own_flat, brought)
+    of_ranks = [_Brought(*row) for row in everyone(own_row)]
     raise_together(error for one in of_ranks for error in one.errors if error is not None)
     rank, _ = rank_and_size()
     samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank)

@@ -601,9 +601,7 @@ fault = of("integrations/transformers/trainer.py", killer)
 fault("a model that a script changes later is trusted", "state.measured.clear()", "pass")
 killer = cases("integrations/huggingface/test_changes.py", k="cannot_be_planned")
 fault = of("integrations/transformers/trainer.py", killer)
-fault(
-    "a rank alone leaves its batches", "filter(None, everyone(own_step(trainer)))", "filter(None, [own_step(trainer)])"
-)
+fault("a step of the script's own between batches is planned", "everyone(own_step(trainer))", "everyone(None)")
 fault = of("integrations/transformers/supported.py", killer)
 fault("callbacks between batches are not looked at", "*(one.on_substep_end for one in", "*(one for one in () and")
 fault = of("integrations/transformers/proof.py", killer)
