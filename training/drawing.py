@@ -192,8 +192,17 @@ class Drawing:
         else:
             count = len(lengths) if groups is None else int(groups.max()) + 1
             order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
-        columns: Any = {"targets": targets, "groups": groups, "weight_sums": weight_sums, "domains": domains}
-        return cls(order, lengths, size, chain, waiting, **columns)
+        return cls(
+            order,
+            lengths,
+            size,
+            chain,
+            waiting,
+            targets=targets,
+            groups=groups,
+            weight_sums=weight_sums,
+            domains=domains,
+        )
 
     @property
     def num_ranks(self) -> int | None:
@@ -217,8 +226,16 @@ class Drawing:
         targets = None if self._targets is None else self._targets[samples[runs]]
         groups = None if self._groups is None else self._groups[samples[runs]]
         sums = None if self._weight_sums is None else self._weight_sums[samples[runs]]
-        more: Any = {"without_target": num_drawn - len(drawn), "groups": groups, "own_sums": sums}
-        draw = Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, **more)
+        draw = Draw(
+            samples[runs],
+            lengths[runs],
+            self._state(),
+            delay_steps,
+            targets,
+            without_target=num_drawn - len(drawn),
+            groups=groups,
+            own_sums=sums,
+        )
         return draw if self._domains is None else self._domains.marked(draw)
 
     def _next(self) -> Ints:

@@ -104,16 +104,26 @@ class VerbJob(ABC):
         """A planner over the batches of a drawing; ``first`` plans the first of them. Collective."""
         config, chain = self.recipe.planner, chain or self.chain
         budget_s = config.budget_ms and config.budget_ms / 1e3
-        how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes, "first": first}
         asked = any(map(self.recipe.data_policy, KINDS))
         learns = config.refit or chain.needs_loads or asked
         if not config.background or learns or self.recipe.adapts:
-            return Planner(chain, drawing, **how)
+            return Planner(
+                chain, drawing, budget_s=budget_s, background=config.background, exchange=gather_bytes, first=first
+            )
         turns = open_board() if chain.staged else None
         if turns:  # who does not plan a step itself would not notice another recipe
             agree(fingerprint(chain), "recipes", 0)
         steps_ahead = config.steps_ahead or min(MOST_AHEAD, turns.size if turns else 2)
-        return Planner(chain, drawing, **how, steps_ahead=steps_ahead, turns=turns)
+        return Planner(
+            chain,
+            drawing,
+            budget_s=budget_s,
+            background=True,
+            exchange=gather_bytes,
+            first=first,
+            steps_ahead=steps_ahead,
+            turns=turns,
+        )
 
     def say_stock(self, verb: str) -> None:
         """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""

@@ -94,8 +94,14 @@ class PlannedBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         micro_batch, plane = next(self._coming), self._plane
-        how: dict[str, Any] = {"plane": plane, "pack_multiple": self.pack_multiple, **self._readers}
-        pack = build_pack(micro_batch, self._tokens_of, self._device, **how)
+        pack = build_pack(
+            micro_batch,
+            self._tokens_of,
+            self._device,
+            plane=plane,
+            pack_multiple=self.pack_multiple,
+            **self._readers,
+        )
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))
 

@@ -217,8 +217,15 @@ class MegatronHost(Host):
         plane, readers = self.plane_of(step.plan), readers_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-            how: dict[str, Any] = {"plane": plane, "pack_multiple": self.pack_multiple, **readers}
-            pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, **how)
+            pack = build_pack(
+                micro_batch,
+                step.tokens_of,
+                self.device,
+                prefix,
+                plane=plane,
+                pack_multiple=self.pack_multiple,
+                **readers,
+            )
             return Batch(pack, seq_params(pack, routing=routing))
 
         called = self.model.called if self.layout.v_shape else [self.ddp]

@@ -131,8 +131,8 @@ class SharedPlan:
 
 
 def _drawing(member: Member, chain: PlanChain) -> Drawing:
-    columns: Any = {"seed": member.config.train.seed, "targets": member.targets, "domains": member.domains}
-    return Drawing.resume(None, member.lengths, member.size, chain, **columns)
+    seed, targets, domains = member.config.train.seed, member.targets, member.domains
+    return Drawing.resume(None, member.lengths, member.size, chain, seed=seed, targets=targets, domains=domains)
 
 
 def said(tenants: dict[str, Any]) -> list[str]:
