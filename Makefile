@@ -4,7 +4,7 @@
 # make check-cuda    more of them on a GPU that is rehearsed                   make explore   drawn tests, drawn anew
 # make mutants planted faults, each to be noticed (PART=3/20: a part)            make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
-# make test-today    Transformers' and TRL's tests on the versions that pip gives, TRL's also on an earlier one
+# make test-today    Transformers' and TRL's tests on the versions that pip gives, TRL's also on two earlier ones
 # make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own
 # make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
@@ -56,6 +56,8 @@ check-cuda: $(READY)
 # The same tests on other versions of the hosts.
 NEWEST := integrations/megatron training/proof/test_compare.py commands/test_train.py patches
 OLDER := integrations/deepspeed/test_engine.py integrations/deepspeed/unmodified
+# On CPUs the older one's ZeRO 3 computes with weights that gloo has not brought yet: see docs/switching_on.md.
+LATE := test_gradients_are_those_of_plain_training[3] test_planted_faults_are_caught[3
 
 test-newest: .venv-newest/ready
 	.venv-newest/bin/python -m pytest $(SPREAD) -m "not gpu and not full" $(addprefix tests/,$(NEWEST))
@@ -69,11 +71,12 @@ check-newest: .venv-newest/ready
 	.venv-newest/bin/python -m pytest -q tests/rehearsal -k "loop_of_megatron or (a_gpu and (moe or slices or pipeline))"
 
 test-older: .venv-older/ready
-	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu and not full" $(addprefix tests/,$(OLDER))
+	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu and not full" $(addprefix tests/,$(OLDER)) \
+	    $(addprefix --deselect tests/integrations/deepspeed/test_engine.py::,$(LATE))
 
-# The tests of Transformers and TRL on what pip gives; those of TRL's Trainers also on an earlier release.
+# The tests of Transformers and TRL on what pip gives; those of TRL's Trainers also on two earlier releases.
 TODAY := tests/hosts tests/integrations/huggingface
-RELEASES := trl114
+RELEASES := trl114 trl113
 
 test-today: $(patsubst %,.venv-%/ready,today $(RELEASES))
 	.venv-today/bin/python -m pytest $(SPREAD) -m "not gpu and not cuda and not full" $(TODAY)

@@ -1,4 +1,4 @@
-"""What every module of the product keeps: names that stand once, docstrings that explain, rooms that know each other."""
+"""What every module of the product keeps: names that stand once, docstrings that explain, rooms that mind their own."""
 
 from __future__ import annotations
 

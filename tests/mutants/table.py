@@ -1646,7 +1646,7 @@ fault(
     "True",
 )
 fault = of("integrations/megatron/batch.py", killer)
-fault("prompts are learned where Megatron's own schedule runs", ", **self._readers", "")
+fault("prompts are learned where Megatron's own schedule runs", "            **self._readers,\n", "")
 killer = cases("training/proof/test_generation.py")
 fault = of("runtime/generate/sampling.py", killer)
 fault("a log-probability is that of the next row", "log_probs_R = logits_RV.", "log_probs_R = logits_RV.roll(1, 0).")
@@ -1700,7 +1700,7 @@ fault("losses of a tenant's domains grow with their weights", "None if weights i
 fault = of("training/tenants/arrivals/opening.py", killer)
 fault("a tenant of domains draws them as one source", "seed=seed, domains=domains, **columns", "seed=seed, **columns")
 fault = of("training/shared_plan/saving.py", killer)
-fault("a plan draws a tenant's domains as one source", 'member.targets, "domains": member.domains', "member.targets")
+fault("a plan draws a tenant's domains as one source", "member.targets, member.domains", "member.targets, None")
 fault = of("training/tenants/arrivals/job.py", cases("training/tenants/arrivals/test_reading.py"))
 fault("a tenant is trained on other targets than were counted", "if counted != wanted:", "if False:")
 

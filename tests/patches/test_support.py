@@ -43,7 +43,7 @@ def test_each_version_of_a_host_that_is_tested_has_the_day_on_which_it_last_pass
     assert all(f"{row.host}=={row.version}" in groups[row.group] for row in PASSED)
     names = {*SUPPORTED, "trl", "peft"}
     rows = {(row.group, row.host) for row in PASSED}
-    for group in ("tested", "newest", "older", "today", "trl114"):
+    for group in ("tested", "newest", "older", "today", "trl114", "trl113"):
         assert {(group, name) for line in groups[group] if (name := line.split("==")[0]) in names} <= rows
     assert all(date.fromisoformat(row.day) for row in PASSED)
     makefile = (COMMITTED.parents[1] / "Makefile").read_text()

@@ -54,7 +54,10 @@ def test_a_family_is_planned_exactly_or_stays_as_it_is(part, families, caplog, r
     for place in range(first, first + count):
         family, _, known = in_turn[place % len(in_turn)].partition(": ")
         said, error = families.outcome(family)
-        # A stock step of some families runs on one machine and not on another: their lines have both ends.
-        assert said in known.split(" | "), (family, said)
+        # A stock step of some families runs on one machine and not on another: their lines have both ends. In a later
+        # version more of them leave their attention to Transformers' interface, and pack.
+        ends = known.split(" | ")
+        packs_now = said == "planned" and "padded groups" in ends and not ON_LISTED
+        assert packs_now or said in ends, (family, said)
         is_planned = said in ("planned", "padded groups")
         assert error < DOUBLE if is_planned else error == 0.0, (family, error)
