@@ -43,6 +43,7 @@ of float64 models in float32, and half precision differs by as much between two 
 _LINEAR = 1e-4
 """Of a loss that is computed twice from equal logits."""
 
+UNSTEADY = "a loss that is another one each time: random numbers, or a count of its own"
 STOCK = "nothing needs to be done: the script runs as it is, without plans"
 _MEND = "have compute_loss take a batch of one short row, or leave evenload off for this script"
 
@@ -138,7 +139,8 @@ def prove_trainer(
 ) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
-    The method runs on a copy of the Trainer that logs nothing, so that what it counts begins with the first step.
+    The method runs on a copy of the Trainer that logs nothing, so that what it counts begins with the first step; once
+    as it does now, and once as in the run's last step.
 
     Args:
         num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
@@ -164,7 +166,15 @@ def prove_trainer(
     half = trainer.args.bf16 or trainer.args.fp16
     with nullcontext() if loss is None else loss.in_place(inner):
         entered = entered_module(trainer.accelerator, trainer.model)
-        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
+        proof = prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
+        if proof.fault is not None:
+            return proof
+        # A loss may go by the step: a curriculum, a penalty that begins later.
+        twin.state.global_step, twin.state.epoch = max(trainer.state.max_steps - 1, 0), trainer.args.num_train_epochs
+        late = prove(inner, samples, row, compute, half=half, entered=entered, kind=kind).fault
+    if late is None:
+        return proof
+    return Proof(EvenloadError(f"at the last step, {late.what}", late.found, late.do))
 
 
 def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
@@ -324,8 +334,7 @@ class Measurement:
             return None
         if abs(one - other) <= self._tolerance * abs(one):
             return None
-        what = "a loss that is another one each time: random numbers, or a count of its own"
-        return EvenloadError(what, f"{one:.6g} and {other:.6g} of one batch")
+        return EvenloadError(UNSTEADY, f"{one:.6g} and {other:.6g} of one batch")
 
     def raises_on_row(self) -> bool:
         """Whether the loss raises on the script's own batch as well."""

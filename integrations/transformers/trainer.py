@@ -46,7 +46,7 @@ from .own_batches import fault_of, packs_of
 from .pack_loss import PackLoss
 from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays, watching_hooks
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
-from .proof import Measurement, Proof, of_flattened, prove_trainer, tolerance_of, windows
+from .proof import UNSTEADY, Measurement, Proof, of_flattened, prove_trainer, tolerance_of, windows
 from .proof_rows import rows_like
 from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
@@ -253,6 +253,8 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: list[Tak
         fault = chain if isinstance(chain, EvenloadError) else unseen
         if isinstance(chain, EvenloadError) or fault is not None:
             faults += [fault] if fault else []
+            if fault is not None and fault.what == UNSTEADY:  # by chance the next form could seem exact
+                break
             continue
         if state.planning is None:
             state.planning = PlannedLoop(NAME, chain)

@@ -605,6 +605,7 @@ fault("a step of the script's own between batches is planned", "everyone(own_ste
 fault = of("integrations/transformers/supported.py", killer)
 fault("callbacks between batches are not looked at", "*(one.on_substep_end for one in", "*(one for one in () and")
 fault = of("integrations/transformers/proof.py", killer)
+fault("a loss is measured in its first step alone", "if late is None:", "if late or not late:")
 fault("buffers of a forward are not looked at", "(name := changed()) is not None", "(name := changed()) is True")
 fault(
     "a loss that the model's loss function has no part in is planned",
@@ -683,6 +684,8 @@ fault("a loss is measured where its penalty is 0", "moved(self._model, 1.0)", "n
 fault("a loss of another divisor is planned", "- packed.loss) <= _LINEAR * abs(packed", "- packed.loss) <= abs(packed")
 fault("a loss that is no sum over samples is planned", "- total) > self._tolerance / 5 * sum(abs", "- total) > sum(abs")
 fault("a loss that shifts labels itself has its samples cut", "_halves(packed, labels=IGNORE)", "_halves(packed)")
+fault = of("integrations/transformers/trainer.py", killer)
+fault("a loss that is another one each time is tried in rows", "fault.what == UNSTEADY", "fault.what is None")
 fault = of("integrations/transformers/conditions.py", killer)
 fault("a measurement counts in the script's own metrics", "(twin, name, copy.deepcopy(value))", "(twin, name, value)")
 fault("a measurement logs", "twin.log = lambda *_, **__: None", "pass")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from itertools import count
 from typing import Any
 
 import torch
@@ -167,6 +168,19 @@ class Reference(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class WarmingUp(Trainer):
+    """A loss that grows with each of its first calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls = count(1)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(*args, **{**kwargs, "return_outputs": True})
+        loss = loss * min(1.0, next(self.calls) / 8)
+        return (loss, outputs) if kwargs.get("return_outputs") else loss
+
+
 class Cached(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": True}, *args, **kwargs)
@@ -206,6 +220,7 @@ TRAINERS = {
     "by rows": ByRows,
     "shifted before": ShiftedBefore,
     "reference": Reference,
+    "warming up": WarmingUp,
 }
 COLLATE = {"flattened": flattened, "no targets": without_targets}
 OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

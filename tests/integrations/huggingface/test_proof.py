@@ -64,6 +64,12 @@ def test_what_is_not_exact_in_packs_stays_as_it_is_and_is_named(kind, trainer, f
     assert error == 0.0
 
 
+def test_a_loss_that_is_another_one_each_time_is_planned_in_no_form(trainer, families, caplog):
+    _, said = both("warming up", trainer, families, caplog)
+    assert said.startswith("a loss that is another one each time")
+    assert "padded groups" not in said
+
+
 PLANNED = [
     "",
     "positions of its own",
