@@ -21,7 +21,7 @@ _UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _RATES = ("p", "dropout", *ATTENTION_DROPOUT)
 """Attributes of modules that are rates of dropout."""
 
-_KNOWN = ("evenload", "transformers", "accelerate", "trl", "llamafactory", "swift", "axolotl", "unsloth")
+_KNOWN = ("evenload", "transformers", "accelerate", "trl", "llamafactory", "swift", "axolotl")
 """Packages whose own ``training_step`` and ``on_substep_end`` neither read nor change what one batch gives."""
 
 
@@ -69,7 +69,8 @@ def own_step(trainer: Any) -> EvenloadError | None:
 
 
 def _is_known(module: str) -> bool:
-    return module.split(".")[0].lower().startswith(_KNOWN)
+    package = module.split(".")[0]
+    return package in _KNOWN or package.lower().startswith("unsloth")  # which writes modules of its own names
 
 
 def _of_noise(trainer: Any) -> Rule:

@@ -182,8 +182,8 @@ class PlannedLoader:
         of_batches = {sum(entry.num_targets for entry in one) for own in of_ranks for one in own.entries}
         if len(of_batches) > 1 and not self._has_compared and dist.get_rank() == 0:
             log.warning(
-                "a step's loss is the mean over all its targets, where the script's is the mean of its micro-batches' "
-                "means: they have %d to %d targets, of which those in small ones count more there",
+                "a planned step's loss is the mean over all its targets; a script that takes the mean of each "
+                "micro-batch gives those in small ones more weight (here they have %d to %d targets)",
                 min(of_batches),
                 max(of_batches),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,3 +75,18 @@ def test_a_loop_of_accelerate_says_that_nothing_is_planned(families, caplog, mon
     (said,) = [record.message for record in caplog.records if "nothing is planned" in record.message]
     assert "Accelerate" in said
     assert weight.grad == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "known"),
+    [("trl.trainer.sft_trainer", True), ("UnslothSFTTrainer", True), ("trl_sft", False), ("swift_train", False)],
+)
+def test_a_script_that_is_named_like_a_library_is_not_taken_for_it(module, known):
+    from evenload.integrations.transformers.supported import own_step
+
+    step = type("Own", (), {"training_step": lambda self: None})
+    step.training_step.__module__ = module
+    trainer = step()
+    trainer.args = SimpleNamespace(gradient_accumulation_steps=2)
+    trainer.callback_handler = SimpleNamespace(callbacks=[])
+    assert (own_step(trainer) is None) == known
