@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -153,11 +154,11 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return parse_with(reading.mapping(data, what, "see recipes/quickstart.yaml"), overrides)
 
 
-def parse_with(data: dict[str, Any], overrides: Iterable[str]) -> Recipe:
-    """A recipe given as nested dictionaries, which change, with ``a.b=value`` overrides. Raises EvenloadError."""
+def parse_with(data: Mapping[str, Any], overrides: Iterable[str]) -> Recipe:
+    """A recipe given as nested dictionaries, with ``a.b=value`` overrides. Raises EvenloadError."""
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')
-    words = list(overrides)
+    words, data = list(overrides), deepcopy(dict(data))
     if any(isinstance(word, str) and word.startswith("model.weights=") for word in words):
         _forget(data, DECIDED)
     for word in words:

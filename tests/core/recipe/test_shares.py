@@ -38,6 +38,7 @@ def test_shares_are_overridden_as_any_key_is():
     recipe = parse_with({"data": {"domains": TWO}}, ["data.domains.web.share=1", "data.domains.code.weight=2"])
     assert shares_of(recipe.data)({}, 0) == (0.5, 0.5)
     assert recipe.data.domains["code"].weight == 2
+    assert TWO == {"web": {"source": "web.jsonl", "share": 3}, "code": {"source": "code.jsonl"}}
 
 
 REFUSED = {
