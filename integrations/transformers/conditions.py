@@ -23,6 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 from ...core.errors import EvenloadError
 from ...runtime.attributes import with_attributes
 from ..huggingface import attention
+from ..huggingface.models import rotary_reach
 
 _SMALL = 1000
 """Entries of a container that is copied."""
@@ -62,9 +63,9 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
 @contextmanager
 def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]:
     """Inside, a planned model attends inside packs; counts its forwards, those of them that have come to their end, its
-    calls of packed attention, those in a window, and those that are not told of the window that their mask has.
-    ``entered``: the module whose call is its forward."""
-    calls = {"attention": 0, "windows": 0, "untold": 0, "forwards": 0, "ended": 0}
+    calls of packed attention, those in a window, those that are not told of the window that their mask has, and the
+    positions that its rotary tables reach. ``entered``: the module whose call is its forward."""
+    calls = {"attention": 0, "windows": 0, "untold": 0, "forwards": 0, "ended": 0, "positions": 0}
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls["attention"] += 1
@@ -83,10 +84,17 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
     def count(what: str, *_: Any) -> None:
         calls[what] += 1
 
-    hooks = (
+    def reach(module: Any, args: Any, kwargs: Any) -> None:
+        positions = args[1] if len(args) > 1 else kwargs["position_ids"]
+        calls["positions"] = max(calls["positions"], int(positions.max()) + 1)
+
+    hooks = [
         entered.register_forward_pre_hook(partial(count, "forwards")),
         entered.register_forward_hook(partial(count, "ended")),
-    )
+    ]
+    if rotary_reach(model.config.get_text_config()) is not None:
+        rotary = (module for module in model.modules() if hasattr(module, "rope_type"))
+        hooks += [module.register_forward_pre_hook(reach, with_kwargs=True) for module in rotary]
     stock = ""
     # What stands there is the session's own, or nothing where no session is on.
     before = AttentionInterface._global_mapping.get(attention.NAME)

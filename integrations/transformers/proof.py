@@ -388,6 +388,13 @@ class Measurement:
                 UNREACHED,
                 f"{calls} calls in {forwards} forward of a {type(self._model).__name__} with {layers} layers",
             )
+        longest = max(len(tokens) for tokens, _ in self._samples)
+        if packed.calls["positions"] > longest:
+            raise EvenloadError(
+                "positions of its own, and rotary tables that depend on the largest of a batch",
+                f"a {type(self._model).__name__} counts to {packed.calls['positions']} in a pack whose longest sample "
+                f"has {longest} tokens",
+            )
 
     def _refuse_other_tokens(self, alone: list[ProofRun], packed: ProofRun) -> None:
         logits = [one.logits for one in alone if one.logits is not None]

@@ -681,6 +681,7 @@ fault("a model's own attention is not seen to be its own", "calls != layers * fo
 killer = cases("integrations/huggingface/test_proof.py")
 fault = of("integrations/transformers/proof.py", killer)
 fault("a loss is measured where its penalty is 0", "moved(self._model, 1.0)", "nullcontext()")
+fault("rotary tables of a pack's longest count pass", '["positions"] > longest', '["positions"] > 64')
 fault("a loss of another divisor is planned", "- packed.loss) <= _LINEAR * abs(packed", "- packed.loss) <= abs(packed")
 fault("a loss that is no sum over samples is planned", "- total) > self._tolerance / 5 * sum(abs", "- total) > sum(abs")
 fault("a loss that shifts labels itself has its samples cut", "_halves(packed, labels=IGNORE)", "_halves(packed)")

@@ -44,6 +44,19 @@ class OwnPositions(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask, position_ids, labels=labels, **more)
 
 
+class CountedPositions(LlamaForCausalLM):
+    """Counts positions on from the mask of its rows, and reads one rotary table for the longest of them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        changed = {"rope_parameters": rope, "max_position_embeddings": 64}
+        super().__init__(LlamaConfig(**{**config.to_dict(), **changed}))
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
+        counted = None if attention_mask is None else (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        return super().forward(input_ids, attention_mask, counted, labels=labels, **more)
+
+
 class MeansOfRows(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
         more.pop("shift_labels", None)
@@ -204,6 +217,7 @@ def sum_of_tokens(out: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 MODELS = {
     "classes of tokens": LlamaForTokenClassification,
     "positions of its own": OwnPositions,
+    "positions counted by the mask": CountedPositions,
     "means of rows": MeansOfRows,
     "weight penalty": WeightPenalty,
     "penalty of scores": PenaltyOfScores,

@@ -139,6 +139,15 @@ def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(kind, may_cu
     assert proof.prove_trainer(trainer(kind), *sampled) == proof.Proof(None, may_cut=may_cut, windows=True)
 
 
+def test_rotary_tables_of_the_longest_are_refused_where_a_pack_counts_on(trainer, sampled):
+    """Short packs give what samples give alone; a longer one than the table would not."""
+    from evenload.integrations.transformers import proof
+
+    fault = proof.prove_trainer(trainer("positions counted by the mask"), *sampled).fault
+    assert fault is not None
+    assert fault.found == "a CountedPositions counts to 7 in a pack whose longest sample has 4 tokens"
+
+
 def test_two_samples_are_made_of_one(families):
     import torch
     from evenload.integrations.transformers import proof
