@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from .core.errors import EvenloadError
     from .core.plan.step_plan import MicroBatch, Sequence, Slice, StepPlan
     from .core.recipe.recipe import Recipe
-    from .core.registry import PlanningContext, Plugin, PluginConfig, register, unregister
+    from .core.registry import (
+        DataPlugin,
+        LayerPlugin,
+        PlanningContext,
+        Plugin,
+        PluginConfig,
+        SlicePlugin,
+        StepPlugin,
+        register,
+        unregister,
+    )
     from .data.samples.sampler import MixtureSampler
     from .patches.session import Session, disable, enable, enabled
     from .plugins.rollout import RolloutPlan, RolloutRequest, plan_rollout
@@ -29,7 +39,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DataPlugin": ".core.registry",
     "EvenloadError": ".core.errors",
+    "LayerPlugin": ".core.registry",
     "MicroBatch": ".core.plan.step_plan",
     "MixtureSampler": ".data.samples.sampler",
     "PlanningContext": ".core.registry",
@@ -41,7 +53,9 @@ _HOMES = {
     "Sequence": ".core.plan.step_plan",
     "Session": ".patches.session",
     "Slice": ".core.plan.step_plan",
+    "SlicePlugin": ".core.registry",
     "StepPlan": ".core.plan.step_plan",
+    "StepPlugin": ".core.registry",
     "disable": ".patches.session",
     "enable": ".patches.session",
     "enabled": ".patches.session",
@@ -55,7 +69,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "DataPlugin",
     "EvenloadError",
+    "LayerPlugin",
     "MicroBatch",
     "MixtureSampler",
     "PlanningContext",
@@ -67,7 +83,9 @@ __all__ = [
     "Sequence",
     "Session",
     "Slice",
+    "SlicePlugin",
     "StepPlan",
+    "StepPlugin",
     "__version__",
     "disable",
     "enable",

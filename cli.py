@@ -462,7 +462,7 @@ def plugins(as_json: AsJson = False) -> None:
 
     load_plugins()
     keys = ("name", "summary", "papers", "origin")
-    rows = [{**{key: getattr(p, key) for key in keys}, "baselines": list(p.baselines)} for p in registered()]
+    rows = [{**{key: getattr(p, key) for key in keys}, "baselines": list(p.baselines.rows)} for p in registered()]
     _show("plugins", {"plugins": rows}, as_json)
 
 

@@ -11,7 +11,7 @@ from ..api import load_plugins
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.traits import TRAINERS, TRANSFORMER_ENGINE, Loop, all_loops
-from ..core.registry import Plugin, registered
+from ..core.registry import Plugin, SlicePlugin, registered
 from ..training.hosts import needs_of, require
 
 _WHOLE = "samples stay whole there"
@@ -38,7 +38,7 @@ def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
 def plugins_in_table() -> list[Plugin]:
     """The registered plugins as the table of loops has them: those that train adapters last."""
     load_plugins()
-    return sorted(registered(), key=lambda plugin: plugin.adapts)
+    return sorted(registered(), key=lambda plugin: isinstance(plugin, SlicePlugin))
 
 
 def document() -> str:

@@ -83,105 +83,168 @@ class Sizes(NamedTuple):
     """To run where it is faster than what the plugins planned."""
 
 
+Planner = Callable[[StepPlan, PlanningContext, Any], StepPlan]
+"""``plan(plan, context, config)``: a lawful plan made of another one; a pure function."""
+
+Decision = Literal["places", "orders", "shares", "groups"]
+"""What plans of a plugin say beyond what came in.
+
+places      micro-batches of the bare sequences; other planners of steps rearrange those of a lawful plan
+orders      in which order each stage runs, so a host that is not ours must let go of its own schedule
+shares      on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it
+groups      sequences of a group stay together, and ranks get equal counts of them, where the limits ask for it
+"""
+
+
 @dataclass(frozen=True)
+class Baseline:
+    """Someone else's answer to the question of a plugin, for comparison."""
+
+    plan: Planner
+    """Some are `Prunable`."""
+    keeps: Keeps | None = None
+    """Known before it plans: one that could not win is not planned."""
+    sizes: Sizes | None = None
+    """It takes much longer than the plugin, and is planned up to this size; None: for any batch."""
+    padded: bool = False
+    """Made for padded rows (`Limits.padded`): tried there alone, and there no other one is."""
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Other people's answers to the question of a plugin."""
+
+    rows: Mapping[str, Baseline] = field(default_factory=dict)
+    simpler: str = ""
+    """The one that takes over when the plugin fails or is late; empty: the identity."""
+    quick: tuple[str, ...] = ()
+    """Those that plan in a small part of the plugin's time, from better to safer: what runs where that is not there in
+    time."""
+    breaks: Callable[[StepPlan, Any], str] | None = None
+    """``breaks(plan, config)`` says which setting of the section a plan of theirs does not keep; empty: it keeps all.
+    One that breaks some is shown for comparison and never runs instead of the plugin's own."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What tables and the end of a run say of a plugin."""
+
+    does: str = ""
+    """What it does in a training loop, in a few words; empty: the table does not say."""
+    to_whole: str = ""
+    """The same where samples stay whole; empty: nothing."""
+    by: tuple[str, ...] = ()
+    """Branches and signs (`core.plan.branches`) of which a step has one where the plugin did something in it; empty:
+    nothing is said of that."""
+
+
+def _no_branches(config: Any, context: PlanningContext) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What settings of a plugin ask of the host that runs its plans."""
+
+    host: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
+    order: tuple[str, ...] = ()
+    """Those of ``host`` that any host honours which runs slices in the order of a plan."""
+    replays: Mapping[str, Any] = field(default_factory=dict)
+    """Settings for which a host runs forwards again, each with the value that asks for no such pass."""
+    branches: Callable[[Any, PlanningContext], Mapping[str, Any]] = _no_branches
+    """``branches(config, context)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
+    settings under the same caps by which a plan most likely takes it."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What is known of a planner of steps before it plans."""
+
+    floor_s: Callable[[npt.NDArray[np.int64], Limits, PlanningContext, Any], float] | None = None
+    """``floor_s(lengths, limits, context, config)``: no plan that it makes of sequences [K] has run its last pass
+    before [s], gradient sum left out; None: it has no better bound than `core.balance.step_bound`."""
+    work_s: Callable[[int, int, int], float] | None = None
+    """``work_s(sequences, ranks, stages)``: about how long ``plan`` takes [s], counted and not measured, so that ranks
+    agree on it; None: no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """One plugin: its schema and its planner. It answers one question as a pure function, at one of four places:
+    """What all plugins say of themselves. Each answers one question by pure functions, at one of four places:
 
-    steps      ``plan(plan, context, config)`` maps a plan to a lawful plan, one step ahead and in the background.
-               Plugins run in ascending ``stage``; a disabled one is the identity
-    layers     what is known only inside the step, from counts that every rank has there. What of it is slow is data in
-               the plan
-    batches    what is drawn, before there is a plan
-    slices     ``plan(plan, context, config)`` orders the slices inside the micro-batches of a plan that is complete,
-               of baselines and the trainer's own too; it is asked where sequences have tenants
-
-    ``plan`` of a planner of layers writes that data into a plan that is complete but for it. Its baselines do the same.
+    `StepPlugin`        which slices run where and when, one step ahead and in the background
+    `LayerPlugin`       what is known only inside the step, from counts that every rank has there
+    `DataPlugin`        what is drawn, before there is a plan
+    `SlicePlugin`       the order of the slices inside the micro-batches of a plan that is complete
     """
 
     name: str
     summary: str
     papers: tuple[str, ...]
     stage: int
+    """Plugins of one place run in ascending ``stage``."""
     config: type[PluginConfig]
-    plan: Callable[[StepPlan, PlanningContext, Any], StepPlan]
-    does: str = ""
-    """What it does in a training loop, in a few words of a table; empty: the table does not say."""
-    does_to_whole: str = ""
-    """The same where samples stay whole; empty: nothing."""
-    places: bool = False
-    """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
-    baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)
-    """Other people's answers to the same question, for comparison; some are `Prunable`."""
-    keeps: Mapping[str, Keeps] = field(default_factory=dict)
-    """Baselines of which that is known before they plan: one that could not win is not planned."""
-    costly: Mapping[str, Sizes] = field(default_factory=dict)
-    """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
-    row_baselines: frozenset[str] = frozenset()
-    """Baselines that are made for padded rows (`Limits.padded`): tried there alone, and there no other one is."""
+    clashes: tuple[str, ...] = ()
+    """Names of plugins that cannot be enabled beside this one."""
+    shown: Shown = Shown()
+    needs: Needs = Needs()
+    baselines: Baselines = Baselines()
+    decides: frozenset[Decision] = frozenset()
+
+    @property
+    def origin(self) -> str:
+        """The module that offers it."""
+        return str(getattr(self, "plan", self.config).__module__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlugin(Plugin):
+    """A planner of steps: maps a plan to a lawful plan. A disabled one is the identity."""
+
+    plan: Planner
     tries: Callable[[Layout], Mapping[str, tuple[Any, ...]]] | None = None
     """``tries(layout)``: keys of the section, each with the values that a search compares on such a layout. None: it
     leaves the section as the recipe has it."""
-    floor_s: Callable[[npt.NDArray[np.int64], Limits, PlanningContext, Any], float] | None = None
-    """``floor_s(lengths, limits, context, config)``: no plan that it makes of sequences [K] has run its last pass
-    before [s], gradient sum left out; None: it has no better bound than `core.balance.step_bound`."""
-    breaks: Callable[[StepPlan, Any], str] | None = None
-    """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
-
-    Such a plan is shown for comparison and never runs instead of the plugin's own.
-    """
-    work_s: Callable[[int, int, int], float] | None = None
-    """``work_s(sequences, ranks, stages)``: about how long ``plan`` takes [s], counted and not measured, so that ranks
-    agree on it; None: no time."""
-    quick: tuple[str, ...] = ()
-    """Baselines that plan in a small part of the time of ``plan``: what runs where that is not there in time."""
-    simpler: str = ""
-    """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
+    estimates: Estimates = Estimates()
     hold_back: Callable[[Any], HoldBack | None] | None = None
     """``hold_back(config)`` gives the rule by which sequences wait for a later step; None: all run when drawn."""
-    needs_host: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
-    needs_order: tuple[str, ...] = ()
-    """Those of ``needs_host`` that any host honours which runs slices in the order of a plan."""
-    needs_replays: Mapping[str, Any] = field(default_factory=dict)
-    """Settings for which a host runs forwards again, each with the value that asks for no such pass."""
-    orders: bool = False
-    """``plan`` says in which order each stage runs, so a host that is not ours must let go of its own schedule."""
-    shares: bool = False
-    """``plan`` chooses on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it."""
-    branches: Callable[[Any, PlanningContext], Mapping[str, Any]] | None = None
-    """``branches(config, context)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
-    settings under the same caps by which a plan most likely takes it."""
-    keeps_groups: bool = False
-    """Its plans keep sequences of a group together, and ranks at equal counts of them, where the limits ask for it."""
-    clashes: tuple[str, ...] = ()
-    """Names of plugins that cannot be enabled beside this one."""
-    place: Literal["steps", "layers", "batches", "slices"] = "steps"
-    """Where it plans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlugin(Plugin):
+    """A planner of layers: what of it is slow is data in the plan, which ``plan`` writes into one that is complete but
+    for it. Its baselines do the same."""
+
+    plan: Planner
     layers: Mapping[str, LayerPlanner] = field(default_factory=dict)
-    """What a planner of layers offers: by the name that a plan's `ExpertPolicy` gives, the function that the ranks of a
-    group ask in every layer."""
+    """By the name that a plan's `ExpertPolicy` gives, the function that the ranks of a group ask in every layer."""
     needs_loads: Callable[[Any, str], bool] | None = None
-    """``needs_loads(config, baseline)``: whether what a planner of layers, or its baseline of that name, writes into a
-    plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
-    the planner itself. None: neither does."""
-
-    policies: Mapping[Kind, Mapping[str, DataPolicy]] = field(default_factory=dict)
-    """What a plugin of batches offers, by kind and by the names that a recipe gives."""
-    chooses: Callable[[Any, Kind], ChosenPolicy | None] | None = None
-    """``chooses(config, kind)``: the policy of a kind that the settings of a plugin of batches ask for; None: none."""
-
-    shown_by: tuple[str, ...] = ()
-    """Branches and signs (`core.plan.branches`) of which a step has one where the plugin did something in it; empty:
-    nothing is said of that."""
-    adapts: bool = False
-    """The model stays as it is, and adapters of tenants are trained beside it."""
+    """``needs_loads(config, baseline)``: whether what it, or its baseline of that name, writes into a plan depends on
+    the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for the planner
+    itself. None: neither does."""
     shards_experts: Callable[[Any], bool] | None = None
     """``shards_experts(config)``: whether the settings want experts cut over their group, a piece of each on every
     rank. None: none do."""
 
-    @property
-    def origin(self) -> str:
-        return self.plan.__module__
+
+@dataclass(frozen=True, kw_only=True)
+class DataPlugin(Plugin):
+    """A chooser of data: policies by which what is drawn, or what it counts, follows what training shows."""
+
+    policies: Mapping[Kind, Mapping[str, DataPolicy]] = field(default_factory=dict)
+    """By kind and by the names that a recipe gives."""
+    chooses: Callable[[Any, Kind], ChosenPolicy | None] | None = None
+    """``chooses(config, kind)``: the policy of a kind that the settings ask for; None: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicePlugin(Plugin):
+    """A planner of slices, asked where sequences have tenants: of any plan, baselines and the trainer's own too."""
+
+    plan: Planner
+    adapts: bool = False
+    """The model stays as it is, and adapters of tenants are trained beside it."""
 
 
 _plugins: dict[str, Plugin] = {}
@@ -219,7 +282,8 @@ def registered() -> tuple[Plugin, ...]:
 
 def layer_planner(name: str) -> LayerPlanner:
     """The planner of layers that a plan names. Raises EvenloadError if no plugin offers it."""
-    known = {AT_HOME: at_home, **{key: one for plugin in registered() for key, one in plugin.layers.items()}}
+    of_plugins = (plugin.layers for plugin in registered() if isinstance(plugin, LayerPlugin))
+    known = {AT_HOME: at_home, **{key: one for layers in of_plugins for key, one in layers.items()}}
     if name not in known:
         raise EvenloadError("there is no such planner of layers", repr(name), nearest(name, known))
     return known[name]
@@ -230,7 +294,7 @@ def data_policies(kind: Kind) -> dict[str, DataPolicy]:
     known: dict[str, DataPolicy] = {}
     origins: dict[str, str] = {}
     for plugin in registered():
-        for name, policy in plugin.policies.get(kind, {}).items():
+        for name, policy in plugin.policies.get(kind, {}).items() if isinstance(plugin, DataPlugin) else ():
             if name in known:
                 detail = f"{origins[name]} offers one, and {plugin.name} another"
                 raise EvenloadError(f"two {kind} policies are called '{name}'", detail, "rename one of them")

@@ -18,7 +18,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel"
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
     """The rows; ``recipe`` says what to plan, and without one they only describe themselves."""
-    orders = recipe is not None and any(plugin.orders for plugin in recipe.enabled())
+    orders = recipe is not None and bool(recipe.deciding("orders"))
     return (
         Patch(
             name="megatron.schedule",

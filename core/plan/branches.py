@@ -1,7 +1,7 @@
 """Which branches of the runtime a step takes, by name: what a proof on some batch has proved, and what it has not.
 
 A plan shows most of them (`branches_of`); what a trainer decides beyond the plan it adds itself
-(`StepResult.branches`). A plugin says which its settings open (`Plugin.branches`).
+(`StepResult.branches`). A plugin says which its settings open (`Needs.branches`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REARRANGED = "micro-batches other than the trainer's own"
 REORDERED = "order other than 1F1B"
 SHARED = "shared micro-batches"
 OF_TENANTS = "sequences of tenants"
-"""These four are no branches of a proof, but signs that a plugin did something (`Plugin.shown_by`)."""
+"""These four are no branches of a proof, but signs that a plugin did something (`Shown.by`)."""
 
 SUM_AFTER_PASSES = "gradient sum after the passes"
 SUM_IN_LAST_BACKWARD = "gradient sum during the last backward"

@@ -33,7 +33,7 @@ from ..plan.step_plan import NO_GROUPS, Lengths, StepPlan, as_lengths
 from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_in_loops
 from ..recipe.traits import TrainerTraits
-from ..registry import Plugin, PluginConfig, Prunable
+from ..registry import Baseline, LayerPlugin, PluginConfig, Prunable, SlicePlugin, StepPlugin
 from ..simulate.v_shape import merged
 from .judge import Candidate, at_bound, beside, budget_bytes, floor_s, judge, least_s, outcome_of, rivals_of
 from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps, warn_of_idle
@@ -52,15 +52,15 @@ SAID = 0.01
 class PlanChain:
     """Everything but the batch. Pure: the same batch gives the same plan on every rank."""
 
-    links: tuple[tuple[Plugin, PluginConfig], ...]
+    links: tuple[tuple[StepPlugin, PluginConfig], ...]
     context: PlanningContext
     limits: Limits
     micro_batch_size: int = 1
     instead: str = ""
     """A baseline that plans instead of the plugins, for comparison."""
-    of_layers: tuple[tuple[Plugin, PluginConfig], ...] = ()
+    of_layers: tuple[tuple[LayerPlugin, PluginConfig], ...] = ()
     """The planners of layers: each writes its policy into a plan that is complete but for it."""
-    of_slices: tuple[tuple[Plugin, PluginConfig], ...] = ()
+    of_slices: tuple[tuple[SlicePlugin, PluginConfig], ...] = ()
     """The planners of slices: each orders those of the micro-batches of any plan, baselines too."""
     groups: Lengths = field(default_factory=lambda: NO_GROUPS, compare=False)
     """Group of each sequence of the batch [S], where whoever asks says so; empty: as the settings say."""
@@ -73,12 +73,14 @@ class PlanChain:
     @classmethod
     def _of_setting(cls, recipe: Recipe, setting: Setting, layout: Layout) -> PlanChain:
         context = context_of(setting, layout)
-        enabled = [(plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled()]
-        links, of_layers, of_slices = (
-            tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers", "slices")
+        return cls(
+            tuple((one, recipe.config_of(one.name)) for one in recipe.enabled_of(StepPlugin)),
+            context,
+            limits_of(setting, context),
+            recipe.train.micro_batch_size,
+            of_layers=tuple((one, recipe.config_of(one.name)) for one in recipe.enabled_of(LayerPlugin)),
+            of_slices=tuple((one, recipe.config_of(one.name)) for one in recipe.enabled_of(SlicePlugin)),
         )
-        limits = limits_of(setting, context)
-        return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers, of_slices=of_slices)
 
     @classmethod
     def of_model(
@@ -113,7 +115,8 @@ class PlanChain:
         if warn:
             warn_of_idle(chain.links, whole=whole, orders=orders)
         if not orders:
-            links = tuple((p, c.model_copy(update=p.needs_replays)) for p, c in chain.links if not p.orders)
+            running = [(p, c) for p, c in chain.links if "orders" not in p.decides]
+            links = tuple((p, c.model_copy(update=p.needs.replays)) for p, c in running)
             chain = replace(chain, links=links)
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
@@ -129,7 +132,7 @@ class PlanChain:
     def in_rows(self, count: int = 1) -> PlanChain:
         """The chain where the model keeps apart only what stands in rows of its own, ``count`` of which are a sequence
         of the plan. Raises EvenloadError where no enabled plugin plans padded groups."""
-        rows = [(plugin, config.in_rows(count)) for plugin, config in self.links if plugin.places]
+        rows = [(plugin, config.in_rows(count)) for plugin, config in self.links if "places" in plugin.decides]
         links = tuple((plugin, config) for plugin, config in rows if config is not None)
         if not links:
             raise EvenloadError(
@@ -184,12 +187,12 @@ class PlanChain:
         if not self.links or self.cp > 1:
             return plan
         context, caps = self.context, self.caps
-        shares, fits = any(plugin.shares for plugin, _ in self.links), judge(plan, context).fits
+        fits = judge(plan, context).fits
         own_s = passes_bound_s(
             plan.lengths,
             caps,
             context,
-            shares=shares,
+            shares=self.shares,
             orders=self.orders,
             room_bytes=budget_bytes(caps, context) if fits else math.inf,
         )
@@ -199,12 +202,17 @@ class PlanChain:
     @property
     def orders(self) -> bool:
         """Whether plans say themselves what is recomputed."""
-        return any(plugin.orders for plugin, _ in self.links)
+        return any("orders" in plugin.decides for plugin, _ in self.links)
+
+    @property
+    def shares(self) -> bool:
+        """Whether plans say how many ranks share a sequence."""
+        return any("shares" in plugin.decides for plugin, _ in self.links)
 
     def lawful(self, plan: StepPlan) -> StepPlan:
         """A plan on its way through the plugins, where it may run as it is. Raises EvenloadError where it may not."""
         for plugin, config in self.links:
-            if plugin.breaks and (broken := plugin.breaks(plan, config)):
+            if (breaks := plugin.baselines.breaks) and (broken := breaks(plan, config)):
                 raise EvenloadError("this plan does not keep the settings of the recipe", broken, "see the recipe")
         return self.under_caps(plan)
 
@@ -232,7 +240,7 @@ class PlanChain:
         return iter([best_folded(self, batch)]) if self.cp > 1 else self.chained(batch)
 
     def chained(self, batch: Lengths) -> Iterator[StepPlan]:
-        placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
+        placing = [place for place, (plugin, _) in enumerate(self.links) if "places" in plugin.decides]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
         groups = groups_of(batch, self.groups, self.links)
         refuse_others(len(groups) > 0 or self.caps.equal_size, self.caps.padded, (*self.links, *self.of_slices))
@@ -257,17 +265,17 @@ class PlanChain:
     def work_s(self, batch: Lengths) -> float:
         """About how long the plugins plan a batch [s]: counted, the same on every rank."""
         sizes = len(batch), self.limits.num_ranks, self.limits.num_stages
-        return sum(plugin.work_s(*sizes) for plugin, _ in self.links if plugin.work_s)
+        return sum(p.estimates.work_s(*sizes) for p, _ in self.links if p.estimates.work_s)
 
     @property
     def rules(self) -> tuple[str, ...]:
         """Baselines that may run where `plan` fails or is late: quick ones, and from better to safer."""
-        return tuple(dict.fromkeys((*self.quick, *filter(None, (p.simpler for p, _ in self.links)), STOCK)))
+        return tuple(dict.fromkeys((*self.quick, *filter(None, (p.baselines.simpler for p, _ in self.links)), STOCK)))
 
     @property
     def quick(self) -> tuple[str, ...]:
         """Baselines of the plugins that plan quickly."""
-        return tuple(dict.fromkeys(name for plugin, _ in self.links for name in plugin.quick))
+        return tuple(dict.fromkeys(name for plugin, _ in self.links for name in plugin.baselines.quick))
 
     def baseline(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.
@@ -278,7 +286,7 @@ class PlanChain:
 
     def _checked_baseline(self, name: str, batch: Lengths) -> StepPlan:
         if (offer := self.offer(name)) in self.of_layers and offer is not None:
-            plan = offer[0].baselines[name](replace(self, instead="")._planned(batch), self.context, offer[1])
+            plan = offer[0].baselines.rows[name].plan(replace(self, instead="")._planned(batch), self.context, offer[1])
             check_policy(plan)
             return plan
         return check(merged(in_rounds(self._baseline(name, batch))))
@@ -289,7 +297,7 @@ class PlanChain:
         if (offer := self.offer(name)) is None:
             return stock_plan(batch, self.limits, self.micro_batch_size)
         incoming = StepPlan(batch, (), self.caps, groups=groups_of(batch, self.groups, self.links))
-        plan = offer[0].baselines[name](incoming, self.context, offer[1])
+        plan = offer[0].baselines.rows[name].plan(incoming, self.context, offer[1])
         free = replace(plan.limits, max_activation_bytes=math.inf, equal_size=False)
         return plan.revised(limits=free, groups=NO_GROUPS)
 
@@ -297,8 +305,8 @@ class PlanChain:
         """The plan, or the fastest baseline of its batch that keeps its caps and the settings, where that is faster.
 
         None is planned where the plan is at its certified bound, or a large batch's next to it (`judge.at_bound`). One
-        that cannot win by its bound is not planned (`Plugin.keeps`), one whose busiest rank takes longer is not played
-        (`judge.floor_s`), and one that takes long to plan is left out of large batches (`Plugin.costly`).
+        that cannot win by its bound is not planned (`Baseline.keeps`), one whose busiest rank takes longer is not
+        played (`judge.floor_s`), and one that takes long to plan is left out of large batches (`Baseline.sizes`).
         """
         ours = fastest = judge(plan, self.context)
         if at_bound(plan, self.context):
@@ -336,7 +344,7 @@ class PlanChain:
         offer = self.offer(name)
         if self.least_s(name, ours.lengths) >= bar_s:
             return None
-        baseline: Any = offer and offer[0].baselines[name]
+        baseline: Any = offer and offer[0].baselines.rows[name].plan
         if offer and self.cp == 1 and isinstance(baseline, Prunable):
             return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, offer[1], bar_s)
         return self._baseline(name, ours.lengths)
@@ -344,7 +352,7 @@ class PlanChain:
     def least_s(self, name: str, batch: Lengths) -> float:
         """A baseline of the batch that may run takes no less [s]; asked before it plans."""
         offer = self.offer(name)
-        keeps = offer[0].keeps.get(name) if offer else "whole"
+        keeps = offer[0].baselines.rows[name].keeps if offer else "whole"
         return least_s(None if self.cp > 1 else keeps, batch, self.caps, self.context, orders=self.orders)
 
     def _rival(self, name: str) -> str:
@@ -355,7 +363,8 @@ class PlanChain:
     def breaks(self, name: str, plan: StepPlan) -> str:
         """Which setting of its plugin a baseline's plan does not keep; empty where it keeps all."""
         offer = self.offer(name)
-        return offer[0].breaks(plan, offer[1]) if offer and offer[0].breaks else ""
+        breaks = offer and offer[0].baselines.breaks
+        return breaks(plan, offer[1]) if offer and breaks else ""
 
     @property
     def caps(self) -> Limits:
@@ -375,13 +384,14 @@ class PlanChain:
             raise EvenloadError(f"the plan '{name}' does not keep the settings of the recipe", broken, "see the recipe")
         return self.with_tenants(self.under_caps(plan), tenants)
 
-    def offer(self, name: str) -> tuple[Plugin, PluginConfig] | None:
+    def offer(self, name: str) -> tuple[StepPlugin | LayerPlugin, PluginConfig] | None:
         """The first enabled plugin that offers a baseline; None for the stock plan. Raises EvenloadError."""
         if ALIASES.get(name, name) == STOCK:
             return None
         if name not in self.baseline_names:
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
-        return next(link for link in (*self.links, *self.of_layers) if name in link[0].baselines)
+        links: tuple[tuple[StepPlugin | LayerPlugin, PluginConfig], ...] = (*self.links, *self.of_layers)
+        return next(link for link in links if name in link[0].baselines.rows)
 
     @property
     def cp(self) -> int:
@@ -391,14 +401,14 @@ class PlanChain:
     def largest_slice(self) -> int:
         """Tokens of a sequence that the caps of all plugins allow in a micro-batch, on all ranks that may share it."""
         caps = [getattr(config, "max_tokens", None) for _, config in self.links]
-        sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self.cp
+        sharers = self.limits.num_ranks if self.shares else self.cp
         return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
 
     @property
     def needs_loads(self) -> bool:
         """Whether plans depend on the loads of experts in earlier steps."""
         return not self._idle_in_layers and any(
-            plugin.needs_loads(config, self.instead if self.instead in plugin.baselines else "")
+            plugin.needs_loads(config, self.instead if self.instead in plugin.baselines.rows else "")
             for plugin, config in self.of_layers
             if plugin.needs_loads
         )
@@ -413,19 +423,24 @@ class PlanChain:
         """The baselines that are planned for a batch of this size; those of layers, whose loads lengths do not tell,
         are not among them."""
         size = len(batch) * self.limits.num_ranks
-        largest = {name: sizes for plugin, _ in self.links for name, sizes in plugin.costly.items()}
-        of_layers = {name for plugin, _ in self.of_layers for name in plugin.baselines}
-        names = [name for name in self.baseline_names if name not in of_layers]
+        padded, rows = self.caps.padded, self._rows
+        names = [name for name in self.baseline_names if name in rows or self.offer(name) is None]
         if purpose == "tried":
-            of_rows = {name for plugin, _ in self.links for name in plugin.row_baselines}
-            names = [name for name in names if self.offer(name) is None or (name in of_rows) == self.caps.padded]
+            names = [name for name in names if name not in rows or rows[name].padded == padded]
+        largest = {name: sizes for name, row in rows.items() if (sizes := row.sizes)}
         return tuple(n for n in names if n not in largest or size <= getattr(largest[n], purpose))
+
+    @property
+    def _rows(self) -> dict[str, Baseline]:
+        """Baselines of planners of steps by name, the first of each."""
+        of_plugins = [plugin.baselines.rows for plugin, _ in self.links]
+        return {name: row for rows in reversed(of_plugins) for name, row in rows.items()}
 
     @property
     def baseline_names(self) -> tuple[str, ...]:
         """All baselines, the stock plan first."""
         links = (*self.links, *self.of_layers)
-        return tuple(dict.fromkeys(["padded", *(name for plugin, _ in links for name in plugin.baselines)]))
+        return tuple(dict.fromkeys(["padded", *(name for plugin, _ in links for name in plugin.baselines.rows)]))
 
 
 def signed(name: str, incoming: StepPlan, plan: StepPlan) -> StepPlan:

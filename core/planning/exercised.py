@@ -1,4 +1,4 @@
-"""Which enabled plugins did something in the steps of a run (`Plugin.shown_by`), and whose planners failed in it.
+"""Which enabled plugins did something in the steps of a run (`Shown.by`), and whose planners failed in it.
 
 A simpler plan that took over shows nothing of the planners of steps, nor any plan of a plugin that was left out of it.
 """
@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from ..plan.branches import signs_of
 from ..plan.step_plan import StepPlan
+from ..registry import StepPlugin
 from .chain import PlanChain
 from .gains import own_step, refused_by
 from .planner import FAILED_ON, FELL_BACK
@@ -52,15 +53,15 @@ class Exercised:
             return  # shows what it has shown before
         self._noted = plan
         plugins = [p for p, _ in (*chain.links, *chain.of_slices, *(chain.of_layers if taken is not None else ()))]
-        words = {plugin.name: f"no {' or '.join(plugin.shown_by)}" if plugin.shown_by else "" for plugin in plugins}
+        words = {plugin.name: f"no {' or '.join(plugin.shown.by)}" if plugin.shown.by else "" for plugin in plugins}
         self.plugins = words | self.plugins
         if not self.idle:
             return
         signs = signs_of(plan, own_step(chain, plan, micro_batch_size, packed)).union(taken or ())
         fell_back = any(note.startswith(FELL_BACK) for note in plan.notes)
         for plugin in plugins:
-            works = not (fell_back and plugin.place == "steps") and not refused_by(plan, plugin.name)
-            if works and not signs.isdisjoint(plugin.shown_by):
+            works = not (fell_back and isinstance(plugin, StepPlugin)) and not refused_by(plan, plugin.name)
+            if works and not signs.isdisjoint(plugin.shown.by):
                 self.plugins[plugin.name] = ""
 
     def say(self) -> None:

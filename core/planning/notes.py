@@ -43,13 +43,13 @@ def warn_of_idle(links: Iterable[tuple[Plugin, PluginConfig]], *, whole: bool, o
     wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
     slices = "no sample waits for another step there" + ("" if orders else ", and nothing is replayed or in stages")
     for plugin, config in links:
-        replays = {} if orders else plugin.needs_replays
+        replays = {} if orders else plugin.needs.replays
         idle = {
             key: getattr(config, key)
-            for key, off in plugin.needs_host.items()
-            if getattr(config, key) not in off and (whole or key in replays or key not in plugin.needs_order)
+            for key, off in plugin.needs.host.items()
+            if getattr(config, key) not in off and (whole or key in replays or key not in plugin.needs.order)
         }
-        idle |= {"enabled": True} if plugin.orders and not orders else {}
+        idle |= {"enabled": True} if "orders" in plugin.decides and not orders else {}
         if idle:
             logger.warning(
                 "plugins.%s.%s has no effect in a training loop of your own: %s",

@@ -23,7 +23,7 @@ from ..plan.step_plan import Lengths, as_lengths
 from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.sizes import shape_of
 from ..recipe.traits import TrainerTraits, frozen, trainer_called
-from ..registry import Plugin, PluginConfig
+from ..registry import Plugin, PluginConfig, StepPlugin
 from .stock import UNCAPPED
 
 
@@ -245,11 +245,15 @@ def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, Plugi
     return as_lengths(np.arange(len(batch)) // size) if size else said
 
 
+def _holds_back(plugin: Plugin, config: PluginConfig) -> bool:
+    return isinstance(plugin, StepPlugin) and plugin.hold_back is not None and plugin.hold_back(config) is not None
+
+
 def refuse_others(asked: bool, padded: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
     """Raise EvenloadError where sequences are to stay together, in equal counts or in padded rows, and not all planners
     keep them so."""
-    others = [f"plugins.{plugin.name}" for plugin, _ in links if not plugin.keeps_groups]
-    if asked and (padded or any(plugin.hold_back and plugin.hold_back(config) for plugin, config in links)):
+    others = [f"plugins.{plugin.name}" for plugin, _ in links if "groups" not in plugin.decides]
+    if asked and (padded or any(_holds_back(plugin, config) for plugin, config in links)):
         detail = "rows of padded micro-batches" if padded else "samples that wait for a later step"
         do = "set plugins.packing.padded=false and max_delay_steps=0, or ask for no groups (data.group)"
         raise EvenloadError("samples of a group cannot be planned one by one", detail, do)

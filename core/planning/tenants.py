@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from ..costs.context import PlanningContext
 from ..errors import PlanError
 from ..plan.step_plan import Lengths, StepPlan, as_lengths
-from ..registry import Plugin, PluginConfig
+from ..registry import PluginConfig, SlicePlugin
 
 
 def of_tenants(
     plan: StepPlan,
     tenants: Lengths | None,
     context: PlanningContext,
-    of_slices: Iterable[tuple[Plugin, PluginConfig]] = (),
+    of_slices: Iterable[tuple[SlicePlugin, PluginConfig]] = (),
 ) -> StepPlan:
     """The plan with a tenant for each sequence and the slices of its micro-batches as planners of slices order them.
 

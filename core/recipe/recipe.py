@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, create_model
 
@@ -47,6 +47,8 @@ from .sections import (
 )
 from .stages import stage_layers
 from .traits import TRAINERS
+
+P = TypeVar("P", bound=registry.Plugin)
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes"
@@ -80,6 +82,14 @@ class Recipe(Section):
         """The enabled plugins in the order in which they plan."""
         return tuple(p for p in registry.registered() if self.config_of(p.name).enabled)
 
+    def enabled_of(self, kind: type[P]) -> tuple[P, ...]:
+        """The enabled plugins of one kind in the order in which they plan."""
+        return tuple(p for p in self.enabled() if isinstance(p, kind))
+
+    def deciding(self, *what: registry.Decision) -> str:
+        """The first enabled plugin that decides any of this; empty: none does."""
+        return next((p.name for p in self.enabled() if not p.decides.isdisjoint(what)), "")
+
     def config_of(self, name: str) -> registry.PluginConfig:
         config: registry.PluginConfig = getattr(self.plugins, name)
         return config
@@ -87,16 +97,23 @@ class Recipe(Section):
     @property
     def sharded_experts(self) -> bool:
         """Whether an enabled plugin wants experts cut over their group."""
-        return any(p.shards_experts is not None and p.shards_experts(self.config_of(p.name)) for p in self.enabled())
+        of_layers = self.enabled_of(registry.LayerPlugin)
+        return any(p.shards_experts is not None and p.shards_experts(self.config_of(p.name)) for p in of_layers)
+
+    @property
+    def adapting(self) -> str:
+        """The enabled plugin that trains adapters of tenants, while the model stays as it is; empty: none does."""
+        return next((p.name for p in self.enabled_of(registry.SlicePlugin) if p.adapts), "")
 
     @property
     def adapts(self) -> bool:
         """Whether adapters of tenants are trained, and the model stays as it is."""
-        return any(p.adapts for p in self.enabled())
+        return bool(self.adapting)
 
     def data_policy(self, kind: Kind) -> ChosenPolicy | None:
         """By what shares of domains, samples or their weights follow what steps show; None: by nothing."""
-        chosen = (p.chooses(self.config_of(p.name), kind) for p in self.enabled() if p.chooses is not None)
+        of_data = self.enabled_of(registry.DataPlugin)
+        chosen = (p.chooses(self.config_of(p.name), kind) for p in of_data if p.chooses is not None)
         return next(filter(None, chosen), None)
 
     @property
@@ -158,15 +175,15 @@ def parse_with(data: Mapping[str, Any], overrides: Iterable[str]) -> Recipe:
     """A recipe given as nested dictionaries, with ``a.b=value`` overrides. Raises EvenloadError."""
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')
-    words, data = list(overrides), deepcopy(dict(data))
+    words, changed = list(overrides), deepcopy(dict(data))
     if any(isinstance(word, str) and word.startswith("model.weights=") for word in words):
-        _forget(data, DECIDED)
+        _forget(changed, DECIDED)
     for word in words:
         key, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
         if not equals or not key:
             raise EvenloadError("an override is not of the form key=value", shown(word), "write e.g. train.steps=100")
-        _set(data, key, reading.parse_yaml(value, f"the value of {shorten(key)}", "quote it"))
-    return parse(data)
+        _set(changed, key, reading.parse_yaml(value, f"the value of {shorten(key)}", "quote it"))
+    return parse(changed)
 
 
 def parse(data: Mapping[str, Any]) -> Recipe:

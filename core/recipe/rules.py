@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import registry
 from ..errors import EvenloadError, Rule, refuse_first
+from ..registry import DataPlugin, LayerPlugin, StepPlugin
 from .families import families_with
 from .policies import rules_of_policies
 from .sections import REPLACED, Model, Parallel, Train
@@ -19,11 +20,11 @@ def refuse_impossible(recipe: Any) -> None:
     model: Model = recipe.model
     p: Parallel = recipe.parallel
     registry.refuse_clashes(plugin.name for plugin in recipe.enabled())
-    sharing = [plugin.name for plugin in recipe.enabled() if plugin.shares]
+    sharing = recipe.deciding("shares")
     refuse_first(
         (
             p.cp > 1 and bool(sharing),
-            f"parallel.cp and plugins.{sharing[0] if sharing else ''} both say how many ranks share a sequence",
+            f"parallel.cp and plugins.{sharing} both say how many ranks share a sequence",
             f"parallel.cp {p.cp}",
             "set parallel.cp=1 and give its ranks to parallel.dp, or disable the plugin",
         ),
@@ -114,7 +115,7 @@ def _rules_of_v_shape(recipe: Any) -> list[Rule]:
     p, layers, parts = recipe.parallel, recipe.model.num_layers, 2 * recipe.parallel.pp
     if not recipe.v_shape:
         return []
-    other = next((plugin.name for plugin in recipe.enabled() if plugin.shares or plugin.adapts), "")
+    other = recipe.deciding("shares") or recipe.adapting
     what, do = "does not go with two stages on each device", "set plugins.pipeline.v_shape=false"
     return [
         (
@@ -181,7 +182,7 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
     ]
     if moe is None:
         return rules
-    regroups = next((plugin.name for plugin in recipe.enabled() if plugin.place == "steps"), "")
+    regroups = next((plugin.name for plugin in recipe.enabled_of(StepPlugin)), "")
     depends = {"model.moe.batch_aux_loss": moe.batch_aux_loss, "model.moe.capacity_factor": moe.capacity_factor}
     depending = next((name for name, value in depends.items() if value), "")
     return [
@@ -228,14 +229,9 @@ def _rules_of_freeze(recipe: Any) -> list[Rule]:
     return [(bool(recipe.train.freeze) and recipe.sharded_experts, what, detail, do)]
 
 
-def _adapting(recipe: Any) -> str:
-    """The enabled plugin that trains adapters; empty: none does."""
-    return next((plugin.name for plugin in recipe.enabled() if plugin.adapts), "")
-
-
 def _rules_of_adapters(recipe: Any) -> list[Rule]:
     """What a frozen base and adapters beside it do not go with."""
-    name, model, p = _adapting(recipe), recipe.model, recipe.parallel
+    name, model, p = recipe.adapting, recipe.model, recipe.parallel
     if not name:
         return []
     has_experts = shape_of(model).experts is not None
@@ -278,8 +274,8 @@ def _rules_of_adapters(recipe: Any) -> list[Rule]:
 def refuse_in_loops(recipe: Any) -> None:
     """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants, a model that only
     ours lays out, or batches that only ours draws."""
-    name = _adapting(recipe)
-    drawing = next((plugin.name for plugin in recipe.enabled() if plugin.place == "batches"), "")
+    name = recipe.adapting
+    drawing = next((plugin.name for plugin in recipe.enabled_of(DataPlugin)), "")
     refuse_first(
         (
             bool(name),
@@ -305,7 +301,7 @@ def refuse_in_loops(recipe: Any) -> None:
 
 def _rules_of_copies(recipe: Any) -> list[Rule]:
     moe, ep = recipe.model.moe, recipe.parallel.ep
-    copies = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
+    copies = next((plugin.name for plugin in recipe.enabled_of(LayerPlugin)), "")
     return [
         (
             bool(copies) and moe is not None and moe.dispatcher == "allgather" and ep > 1,

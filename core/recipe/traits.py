@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..costs.costs import Sharding
 from ..errors import EvenloadError, Rule
-from ..registry import Plugin
+from ..registry import DataPlugin, LayerPlugin, Plugin, SlicePlugin
 
 NOTHING, REFUSED = "-", "refused"
 OWN, SCRIPTS = "evenload train", "evenload run"
@@ -90,12 +90,12 @@ class Loop(NamedTuple):
 
     def does(self, plugin: Plugin) -> str:
         """What a plugin does in the loop, in a few words."""
-        of_ours = plugin.adapts or plugin.place == "batches"
-        if (of_ours and self.start != OWN) or (plugin.place == "layers" and not self.copies):
+        of_ours = isinstance(plugin, DataPlugin) or (isinstance(plugin, SlicePlugin) and plugin.adapts)
+        if (of_ours and self.start != OWN) or (isinstance(plugin, LayerPlugin) and not self.copies):
             return REFUSED
-        if plugin.orders:
-            return NOTHING if self.stages is None else plugin.does + self.stages
-        return (plugin.does if self.cuts else plugin.does_to_whole) or NOTHING
+        if "orders" in plugin.decides:
+            return NOTHING if self.stages is None else plugin.shown.does + self.stages
+        return (plugin.shown.does if self.cuts else plugin.shown.to_whole) or NOTHING
 
 
 @dataclass(frozen=True)

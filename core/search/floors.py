@@ -26,7 +26,7 @@ def step_floor_s(chain: PlanChain, batch: Lengths, *, fits: bool = True, asked: 
     ``fits``: none that fits into the device; else into any. ``asked``: the plugins are asked for bounds of their own,
     which takes longer.
     """
-    shares = any(plugin.shares for plugin, _ in chain.links)
+    shares = chain.shares
     plugins_s = _plugins_s(chain, batch) if asked else 0.0
     passes_s = max(plugins_s, _passes_s(chain, batch, chain.caps, shares=shares, fits=fits))
     floor_s = passes_s + after_passes_s(chain.context, overlaps=False)
@@ -53,6 +53,6 @@ def _plugins_s(chain: PlanChain, batch: Lengths) -> float:
     """The largest of the plugins' own bounds of the passes [s]; 0: they have none."""
     if chain.orders and chain.context.costs.recompute:
         return 0.0
-    rows = [(plugin.floor_s, config) for plugin, config in chain.links]
+    rows = [(plugin.estimates.floor_s, config) for plugin, config in chain.links]
     bounds = [bound_s(batch, chain.caps, chain.context, config) for bound_s, config in rows if bound_s]
     return max(bounds, default=0.0)

@@ -1,8 +1,8 @@
 """All settings that a search compares: layouts of so many ranks, the trainer's own choices, caps, plugins.
 
 An axis is a key of the recipe and its values. Layout and recomputation are core's; a trainer's row names its own
-(`Trainer.tries`), and a plugin's says which values of its section are worth trying on a layout (`Plugin.tries`). What
-the rules of recipe or trainer refuse is no setting, and the rule is kept.
+(`Trainer.tries`), and a plugin's says which values of its section are worth trying on a layout (`StepPlugin.tries`).
+What the rules of recipe or trainer refuse is no setting, and the rule is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..planning.chain import PlanChain
 from ..planning.judge import budget_bytes
 from ..recipe.recipe import Recipe
 from ..recipe.traits import trainer_called
-from ..registry import registered
+from ..registry import StepPlugin, registered
 from .stage_layers import settled
 
 CAP = "max_tokens"
@@ -65,7 +65,7 @@ class Choice:
     def lacking_bytes(self, batch: Lengths) -> float:
         """What a device lacks for any plan of the batch; not positive: nothing that is known before there is one."""
         chain, limits = self.chain, self.chain.caps
-        whole = limits.max_tokens * (limits.num_ranks if any(plugin.shares for plugin, _ in chain.links) else 1)
+        whole = limits.max_tokens * (limits.num_ranks if chain.shares else 1)
         # Keys and values of all slices but the last wait for it on the ranks that share the sequence.
         waiting = max(0, int(batch.max(initial=0)) - whole) * limits.memory.kv_bytes_per_token
         return limits.memory.pass_bytes + waiting - budget_bytes(limits, chain.context)
@@ -149,10 +149,11 @@ def _points(recipe: Recipe, num_ranks: int) -> Iterator[Values]:
         if num_ranks % (tp * pp):
             continue
         layout = Layout(tp, pp, 1, ep, num_ranks // (tp * pp))
-        tried = {plugin.name: plugin.tries(layout) for plugin in registered() if plugin.tries}
+        steps = [plugin for plugin in registered() if isinstance(plugin, StepPlugin) and plugin.tries]
+        tried = {plugin.name: plugin.tries(layout) for plugin in steps if plugin.tries}
         of_plugins = {f"plugins.{name}.{key}": some for name, keys in tried.items() for key, some in keys.items()}
         # Where plans say what is recomputed, the recipe need not.
-        ordered = any(plugin.orders and tried.get(plugin.name, {}).get("enabled") == (True,) for plugin in registered())
+        ordered = any("orders" in plugin.decides and tried[plugin.name].get("enabled") == (True,) for plugin in steps)
         axes = {"train.recompute": (False,) if ordered else (False, True), **others, **of_plugins}
         degrees_at: dict[str, Any] = {"parallel.tp": tp, "parallel.pp": pp, "parallel.ep": ep}
         if recipe.model.num_layers % pp:

@@ -11,7 +11,7 @@ Install it (``pip install examples/third_party_plugin``), see it in ``evenload p
 
 from __future__ import annotations
 
-from evenload import MicroBatch, PlanningContext, Plugin, PluginConfig, StepPlan, register
+from evenload import MicroBatch, PlanningContext, PluginConfig, StepPlan, StepPlugin, register
 from pydantic import Field
 
 
@@ -38,7 +38,7 @@ def plan(plan: StepPlan, context: PlanningContext, config: LargestFirstConfig) -
 
 
 register(
-    Plugin(
+    StepPlugin(
         name="largest_first",
         summary="runs the largest micro-batches of a step first",
         papers=(),

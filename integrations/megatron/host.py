@@ -92,7 +92,7 @@ class MegatronHost(Host):
         self.dp_cp_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
-        shares = any(plugin.shares for plugin in recipe.enabled())
+        shares = bool(recipe.deciding("shares"))
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
         of_dense = parallel_state.get_pipeline_model_parallel_group
         of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group

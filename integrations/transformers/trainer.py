@@ -290,7 +290,7 @@ def _measured(
     warn_of_dropout(model)
     state.proof = proof if form.packs else state.proof
     # Ranks do not share the keys of a window.
-    unshared = num_windows(model.config) > 0 and any(plugin.shares for plugin in state.recipe.enabled())
+    unshared = num_windows(model.config) > 0 and bool(state.recipe.deciding("shares"))
     try:
         chain = chain_of(state.recipe, trainer, whole=not proof.may_cut or unshared, rows=int(not form.packs))
     except EvenloadError as error:

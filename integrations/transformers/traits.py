@@ -12,6 +12,7 @@ from dataclasses import replace
 from ...core.errors import Rule
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.traits import SCRIPTS, Loop, Trainer, TrainerTraits
+from ...core.registry import LayerPlugin
 from ..deepspeed.engine import traits as deepspeed
 
 
@@ -46,7 +47,7 @@ def rules(recipe: Recipe) -> list[Rule]:
 
 def rule_of_layers(recipe: Recipe) -> Rule:
     """No planner of layers has anything to plan in the Trainer, whose ranks have all experts."""
-    name = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
+    name = next((plugin.name for plugin in recipe.enabled_of(LayerPlugin)), "")
     return (
         bool(name),
         f"trainer transformers has no plugins.{name}: no rank shares its experts with another",

@@ -5,11 +5,11 @@ if __name__ != "evenload.plugins.data":
         f"{__name__}: import this package as evenload.plugins.data; a second copy would mean a second registry"
     )
 
-from ...core.registry import Plugin, register
+from ...core.registry import DataPlugin, Shown, register
 from . import ado, config, mixes, neighbours, selects, weights
 
 register(
-    Plugin(
+    DataPlugin(
         name="data",
         summary="shares of domains that follow their losses; selections and weights of samples",
         papers=(
@@ -19,10 +19,8 @@ register(
             "ADO, arXiv 2410.11820",
         ),
         stage=5,
-        place="batches",
         config=config.DataConfig,
-        plan=lambda plan, context, config: plan,
-        does="policies",
+        shown=Shown("policies"),
         clashes=("lora",),
         policies={
             "mix": {**mixes.MIXES, "ado": ado.ADO},

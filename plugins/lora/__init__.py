@@ -6,21 +6,19 @@ if __name__ != "evenload.plugins.lora":
     )
 
 from ...core.plan.branches import OF_TENANTS
-from ...core.registry import Plugin, register
+from ...core.registry import Shown, SlicePlugin, register
 from . import config, plan
 
 register(
-    Plugin(
+    SlicePlugin(
         name="lora",
         summary="adapters of many tenants over one frozen base, in shared micro-batches",
         papers=("LobRA, arXiv 2509.01193",),
         stage=50,
         config=config.LoraConfig,
         plan=plan.plan,
-        does="tenants",
-        place="slices",
+        shown=Shown("tenants", by=(OF_TENANTS,)),
         adapts=True,
-        shown_by=(OF_TENANTS,),
         clashes=("moe",),
     )
 )

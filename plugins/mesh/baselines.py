@@ -15,7 +15,6 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify, heapreplace
 
@@ -28,7 +27,7 @@ from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.registry import Keeps
+from ...core.registry import Baseline, Sizes
 from .candidates.slice_chains import chained
 from .config import MeshConfig
 from .cost_table import CostTable, CpStrategy, cost_table_of
@@ -118,13 +117,13 @@ def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConf
     return step(incoming, replace(limits, max_tokens=max([cap, *held])), [*shared, *packs], "memory_degree")
 
 
-BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]] = {
-    "cp_all": cp_all,
-    "cp_1": cp_1,
-    "in_order": in_order,
-    "memory_degree": memory_degree,
+_COSTLY = Sizes(shown=1 << 30, tried=1 << 30)
+BASELINES = {
+    "cp_all": Baseline(cp_all, sizes=_COSTLY),
+    "cp_1": Baseline(cp_1, "on one rank"),
+    "in_order": Baseline(in_order, "whole"),
+    "memory_degree": Baseline(memory_degree, sizes=_COSTLY),
 }
-KEEPS: dict[str, Keeps] = {"cp_1": "on one rank", "in_order": "whole"}
 
 
 def _single(incoming: StepPlan, limits: Limits, bins_of_ranks: list[list[list[int]]], name: str) -> StepPlan:

@@ -198,7 +198,7 @@ def _baselines(incoming: StepPlan, limits: Limits, context: PlanningContext, con
     """Baselines that keep caps and settings. With many sequences degrees by memory alone may level best."""
     few, free = len(incoming.lengths) <= _FEW * limits.num_ranks, limits.together == 1 and limits.num_stages == 1
     plans = {
-        name: BASELINES[name](incoming, context, config)
+        name: BASELINES[name].plan(incoming, context, config)
         for name in BASELINES
         if few or (name == "memory_degree" and free)
     }

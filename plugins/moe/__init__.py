@@ -6,25 +6,22 @@ if __name__ != "evenload.plugins.moe":
     )
 
 from ...core.plan.branches import COPIED, ONCE_A_NODE
-from ...core.registry import Plugin, register
+from ...core.registry import Baseline, Baselines, LayerPlugin, Needs, Shown, register
 from . import baselines, config, plan
 
 register(
-    Plugin(
+    LayerPlugin(
         name="moe",
         summary="copies of busy experts on idle ranks, chosen from exact counts in every layer",
         papers=("LAER-MoE, arXiv 2602.11686", "UltraEP, arXiv 2606.04101"),
         stage=60,
-        place="layers",
         config=config.MoeConfig,
         plan=plan.plan,
-        does="copies, EP > 1",
-        does_to_whole="copies, EP > 1",
+        shown=Shown("copies, EP > 1", "copies, EP > 1", (COPIED, ONCE_A_NODE)),
         layers={**plan.LAYERS, **baselines.LAYERS},
-        baselines=baselines.BASELINES,
+        baselines=Baselines({name: Baseline(plan) for name, plan in baselines.BASELINES.items()}),
         needs_loads=plan.needs_loads,
         shards_experts=plan.shards_experts,
-        branches=plan.branches,
-        shown_by=(COPIED, ONCE_A_NODE),
+        needs=Needs(branches=plan.branches),
     )
 )

@@ -36,7 +36,7 @@ from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
-from ...core.registry import Keeps
+from ...core.registry import Baseline, Planner, Sizes
 from .candidates import chunked, uncut
 from .candidates import whole as whole_plan
 from .config import PackingConfig
@@ -108,10 +108,7 @@ def differencing(incoming: StepPlan, context: PlanningContext, config: PackingCo
     return uncut(incoming, limits, packs, "karmarkar_karp")
 
 
-Baseline = Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]
-
-
-def _padding(baseline: Baseline) -> Baseline:
+def _padding(baseline: Planner) -> Planner:
     def planned(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
         plan = baseline(incoming, context, config)
         return widened(plan) if plan.limits.padded else plan
@@ -119,22 +116,21 @@ def _padding(baseline: Baseline) -> Baseline:
     return planned
 
 
-def _in_rows(of_rows: Callable[[StepPlan, PlanningContext, Limits], StepPlan]) -> Baseline:
+def _in_rows(of_rows: Callable[[StepPlan, PlanningContext, Limits], StepPlan]) -> Planner:
     return lambda incoming, context, config: of_rows(incoming, context, _holding_longest(incoming, config))
 
 
-_OF_ROWS = {"group_by_length": group_by_length, "token_budget": token_budget}
-ROW_BASELINES = frozenset(_OF_ROWS)
-BASELINES: dict[str, Baseline] = {
-    "whole": _padding(whole),
-    "chunks": _padding(chunks),
-    "in_order": _padding(in_order),
-    "dp_balanced": _padding(dp_balanced),
-    "best_fit": _padding(best_fit),
-    "karmarkar_karp": _padding(differencing),
-    **{name: _in_rows(of_rows) for name, of_rows in _OF_ROWS.items()},
+BASELINES = {
+    "whole": Baseline(_padding(whole), "whole"),
+    "chunks": Baseline(_padding(chunks), "on one rank"),
+    "in_order": Baseline(_padding(in_order), "whole"),
+    # What `in_order` packs more evenly is tried in small batches alone.
+    "dp_balanced": Baseline(_padding(dp_balanced), "whole", Sizes(shown=1 << 40, tried=1 << 14)),
+    "best_fit": Baseline(_padding(best_fit), "whole"),
+    "karmarkar_karp": Baseline(_padding(differencing), "whole", Sizes(shown=1 << 22, tried=1 << 17)),
+    "group_by_length": Baseline(_in_rows(group_by_length), "whole", padded=True),
+    "token_budget": Baseline(_in_rows(token_budget), "whole", padded=True),
 }
-KEEPS: dict[str, Keeps] = {name: "on one rank" if name == "chunks" else "whole" for name in BASELINES}
 
 
 def _deal(packs: list[list[int]], num_ranks: int) -> Packs:

@@ -34,7 +34,7 @@ _ROUNDING = 1e-9
 
 
 def hold_back(config: PackingConfig) -> HoldBack | None:
-    """The rule that `Plugin.hold_back` asks for; None where ``max_delay_steps`` is 0."""
+    """The rule that `StepPlugin.hold_back` asks for; None where ``max_delay_steps`` is 0."""
     if not config.max_delay_steps:
         return None
 

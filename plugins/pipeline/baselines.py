@@ -53,7 +53,7 @@ Change = Callable[[StepPlan, PlanningContext, PipelineConfig], StepPlan]
 
 
 @dataclass(frozen=True)
-class Baseline:
+class Drafted:
     """Plans without an order, that need not fit; what orders one, and what makes it fit."""
 
     drafts: Drafts
@@ -186,11 +186,11 @@ def adaptively_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
     return plan if config.recompute == "off" else fitted(plan, context, config)
 
 
-BASELINES: dict[str, Baseline] = {
-    "whole_1f1b": Baseline(whole_1f1b, lambda plan, *_: plan, statically_recomputed),
-    "in_order": Baseline(in_order, lambda plan, *_: plan, statically_recomputed),
-    "fixed_chunks": Baseline(fixed_chunks, lambda plan, context, _: ordered(plan, context), statically_recomputed),
-    "algorithm_1": Baseline(
+BASELINES: dict[str, Drafted] = {
+    "whole_1f1b": Drafted(whole_1f1b, lambda plan, *_: plan, statically_recomputed),
+    "in_order": Drafted(in_order, lambda plan, *_: plan, statically_recomputed),
+    "fixed_chunks": Drafted(fixed_chunks, lambda plan, context, _: ordered(plan, context), statically_recomputed),
+    "algorithm_1": Drafted(
         algorithm_1,
         lambda plan, context, config: flushed(plan, grouped(plan, context, config), context),
         adaptively_recomputed,

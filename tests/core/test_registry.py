@@ -9,14 +9,15 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
-from evenload.core.registry import Plugin, PluginConfig
+from evenload.core.registry import LayerPlugin, PluginConfig, StepPlugin
 
 
 def leave_alone(plan, context, config):
     return plan
 
 
-OTHER = Plugin("other", "does nothing", (), 99, PluginConfig, leave_alone, clashes=("packing",))
+ABOUT = {"name": "other", "summary": "does nothing", "papers": (), "stage": 99, "config": PluginConfig}
+OTHER = StepPlugin(**ABOUT, plan=leave_alone, clashes=("packing",))
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_registered_plugins_are_part_of_the_schema(other):
 
 
 def test_planners_of_layers_are_no_planners_of_steps():
-    evenload.register(replace(OTHER, place="layers", clashes=()))
+    evenload.register(LayerPlugin(**ABOUT, plan=leave_alone))
     try:
         recipe = recipes.parse({"plugins": {"other": {"enabled": True}, "packing": {"enabled": True}}})
         assert [p.name for p in recipe.enabled()] == ["packing", "other"]

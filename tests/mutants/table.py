@@ -258,7 +258,7 @@ fault(
     "plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
 )
 fault = of("core/planning/exercised.py", cases("core/planning/test_exercised.py"))
-fault("a plan that took over shows its plugin at work", 'not (fell_back and plugin.place == "steps") and ', "")
+fault("a plan that took over shows its plugin at work", "not (fell_back and isinstance(plugin, StepPlugin)) and ", "")
 fault("a plan shows a plugin that was left out of it", " and not refused_by(plan, plugin.name)", "")
 fault = of("core/planning/gains.py", cases("core/planning/test_gains.py"))
 fault("a step that pads or waits is taken for as good as its plan", "if stock_s <= (1 + NOTHING) *", "if stock_s >=")

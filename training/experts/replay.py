@@ -30,7 +30,7 @@ from ...core.plan.step_plan import StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
-from ...core.registry import layer_planner, registered
+from ...core.registry import LayerPlugin, layer_planner, registered
 from ...core.simulate.experts import layer_cost
 from ...data.expert_loads import RecordedLoads, read_loads
 
@@ -166,7 +166,7 @@ def replay(recipe: Recipe, chain: PlanChain, plan: StepPlan, loads: RecordedLoad
             if name in enabled:
                 raise
             notes.append(f"{name} is left out: {error.what} ({error.found})")
-    idle = [plugin.name for plugin in registered() if plugin.place == "layers" and plugin.name not in enabled]
+    idle = [one.name for one in registered() if isinstance(one, LayerPlugin) and one.name not in enabled]
     notes += [f"plugins.{name} is not enabled: its row says what it would do" for name in idle]
     steps = tuple(dict.fromkeys(one.step for one in passes))
     return Replay(loads, context.layout.ep, steps, context.experts.weight_bytes, planners, tuple(notes))
@@ -205,11 +205,11 @@ def _passes_of(groups: dict[int, npt.NDArray[np.int64]], context: PlanningContex
 def _planners(recipe: Recipe) -> Iterator[tuple[str, PolicyOf, bool]]:
     """(name, planner, whether it looks back) of every plugin that plans layers, and of its baselines."""
     for plugin in registered():
-        if plugin.place == "layers":
-            config = recipe.config_of(plugin.name)
-            for name in ("", *plugin.baselines):
+        if isinstance(plugin, LayerPlugin):
+            config, rows = recipe.config_of(plugin.name), plugin.baselines.rows
+            for name in ("", *rows):
                 looks_back = plugin.needs_loads is not None and plugin.needs_loads(config, name)
-                yield name or plugin.name, _with(plugin.baselines[name] if name else plugin.plan, config), looks_back
+                yield name or plugin.name, _with(rows[name].plan if name else plugin.plan, config), looks_back
 
 
 def _with(plan: Callable[[StepPlan, PlanningContext, Any], StepPlan], config: Any) -> PolicyOf:

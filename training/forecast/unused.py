@@ -20,7 +20,7 @@ from ...core.planning.gains import NOTHING
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.traits import NOTHING as DOES_NOTHING
 from ...core.recipe.traits import REFUSED, trainer_called
-from ...core.registry import Plugin
+from ...core.registry import Plugin, StepPlugin
 from .forecast import Forecast, Simulated, Unused, simulated
 
 BUDGET_S = 5.0
@@ -41,14 +41,14 @@ def with_unused(forecast: Forecast) -> Forecast:
     return replace(forecast, unused=(*alone, *(one for one in together if one.gain > best)))
 
 
-def _off(recipe: Recipe, num_stages: int) -> list[Plugin]:
+def _off(recipe: Recipe, num_stages: int) -> list[StepPlugin]:
     """Planners of steps that are off and would do something."""
     loops = trainer_called(recipe.trainer).loops
     return [
         plugin
         for plugin in registry.registered()
-        if plugin.place == "steps" and not plugin.adapts and plugin not in recipe.enabled()
-        if num_stages > 1 or not plugin.orders
+        if isinstance(plugin, StepPlugin) and plugin not in recipe.enabled()
+        if num_stages > 1 or "orders" not in plugin.decides
         if any(loop.does(plugin) not in (DOES_NOTHING, REFUSED) for loop in loops)
     ]
 

@@ -13,6 +13,7 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.traits import trainer_called
+from ...core.registry import LayerPlugin
 from ...integrations.host.host import Host
 from ..preflight import preflight, runnable
 from ..progress import Progress
@@ -97,7 +98,7 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     if not trainer_called(recipe.trainer).reshards or world_size == p.tp * p.cp or recipe.train.freeze:
         return None
     stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
-    regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
+    regroups = recipe.model.moe and not recipe.enabled_of(LayerPlugin)
     tries = [(stages, experts), (p.pp, experts)] if regroups else []
     without_v = {"plugins.pipeline.v_shape": False} if recipe.v_shape else {}
     for pp, ep in (*tries, (stages, p.ep)):

@@ -46,12 +46,11 @@ def opened(chain: PlanChain) -> dict[str, PlanChain]:
         if not chain.limits.all_in_step:
             chains[RANKS_WITHOUT_PASS] = chain
     for place, (plugin, config) in enumerate(chain.links):
-        preferring = plugin.branches(config, chain.context) if plugin.branches else {}
-        for name, settings in preferring.items():
+        for name, settings in plugin.needs.branches(config, chain.context).items():
             links = (*chain.links[:place], (plugin, settings), *chain.links[place + 1 :])
             chains[name] = chain if settings == config else replace(chain, links=links)
-    for plugin, config in chain.of_layers:
-        chains |= dict.fromkeys(plugin.branches(config, chain.context) if plugin.branches else (), chain)
+    for of_layers, config in chain.of_layers:
+        chains |= dict.fromkeys(of_layers.needs.branches(config, chain.context), chain)
     return chains
 
 

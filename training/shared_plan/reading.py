@@ -155,8 +155,7 @@ def _folder_of(recipe: Recipe) -> Path | None:
 
 
 def _of_plugin(recipe: Recipe, key: str) -> Path | None:
-    configs = [recipe.config_of(plugin.name) for plugin in recipe.enabled() if plugin.adapts]
-    return next((getattr(config, key, None) for config in configs), None)
+    return getattr(recipe.config_of(recipe.adapting), key, None) if recipe.adapts else None
 
 
 def _of_file(folder: Path | None, name: str, file: Path) -> list[Member]:

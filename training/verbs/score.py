@@ -15,6 +15,7 @@ import numpy as np
 
 from ...core.errors import refuse_first
 from ...core.recipe.recipe import Recipe
+from ...core.registry import DataPlugin
 from ...data.reference import LossFiles, LossPlaces, left_unfinished
 from ...runtime.files import LOCK, refuse_taken
 from ..progress import Progress, silent
@@ -36,7 +37,7 @@ def asked(recipe: Recipe, out: Path, checkpoint: Path | None) -> tuple[Recipe, P
             "add --checkpoint DIR, a folder that checkpoint.dir has named",
         ),
     )
-    off = {f"plugins.{one.name}.enabled": False for one in recipe.enabled() if one.place == "batches"}
+    off = {f"plugins.{one.name}.enabled": False for one in recipe.enabled_of(DataPlugin)}
     return recipe.changed(off) if off else recipe, checkpoint and checkpoint_in(checkpoint)
 
 

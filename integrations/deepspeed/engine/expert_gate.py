@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
-from ....core.registry import layer_planner
+from ....core.registry import LayerPlugin, layer_planner
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.balance import Shares
@@ -117,7 +117,7 @@ def gated_experts(module: Any, recipe: Recipe) -> GatedExperts | None:
     """The layers of a live model whose experts are divided, behind a gate; None where none are. Raises EvenloadError:
     they exchange tokens by other means than those that copies are made for."""
     layers = [layer for layer in module.modules() if isinstance(layer, AutoEPMoELayer) and layer.ep_size > 1]
-    copying = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
+    copying = [plugin.name for plugin in recipe.enabled_of(LayerPlugin)]
     odd = next((layer.comm_backend for layer in layers if layer.comm_backend != COMM_BACKEND), "")
     if odd and copying:
         raise EvenloadError(

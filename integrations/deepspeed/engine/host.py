@@ -74,7 +74,7 @@ class DeepSpeedHost(EngineHost):
         super().__init__(recipe, world)
         self.dp_cp_rank = world.rank
         model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
-        shares = any(plugin.shares for plugin in recipe.enabled())
+        shares = bool(recipe.deciding("shares"))
         # Ranks do not share the keys of a window.
         refuse_unsupported(model.config, recipe.data.max_length, windows=not shares)
         if recipe.train.recompute:

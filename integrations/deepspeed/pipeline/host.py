@@ -66,7 +66,7 @@ class PipelineHost(EngineHost):
         rows = rows_of_all(grid.pp_group)
         self._links = v_links(rows) if self.layout.v_shape else (StageLinks(rows),)
         self._rows = rows_of_all(grid.dp_group)
-        shares = any(plugin.shares for plugin in recipe.enabled())
+        shares = bool(recipe.deciding("shares"))
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
 
     def describe(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ....core.recipe.sections import Megatron
 from ....core.recipe.sizes import VALUE_BYTES
 from ....core.recipe.stages import layers_of_each, stage_layers
 from ....core.recipe.traits import LOCAL, OWN, SCRIPTS, TRANSFORMER_ENGINE, Loop, States, Trainer, TrainerTraits
+from ....core.registry import LayerPlugin
 
 
 def traits(recipe: Recipe) -> TrainerTraits:
@@ -73,7 +74,7 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     moe, p = recipe.model.moe, recipe.parallel
     assert moe is not None
     dense = _stages_without_experts(recipe)
-    copying = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
+    copying = [plugin.name for plugin in recipe.enabled_of(LayerPlugin)]
     return [
         *(export_rules(recipe) if recipe.train.export is not None else []),
         (

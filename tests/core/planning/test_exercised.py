@@ -10,7 +10,7 @@ from evenload.core.plan.branches import COPIED, signs_of
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.exercised import Exercised, failure_of
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.registry import registered
+from evenload.core.registry import DataPlugin, registered
 
 from ..by_hand import chain_of
 from .ranks import fails, late, unlawful
@@ -32,7 +32,7 @@ def noted(of, lengths, taken=None, tenants=None):
 def test_every_plugin_of_ours_says_what_shows_it():
     """Of batches no plan shows anything: they are drawn before it is made."""
     own = [plugin for plugin in registered() if plugin.origin.startswith("evenload.plugins.")]
-    assert all(plugin.shown_by for plugin in own if plugin.place != "batches")
+    assert all(plugin.shown.by for plugin in own if not isinstance(plugin, DataPlugin))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_padding_of_the_trainers_own_micro_batches_counts_as_theirs():
     exercised.note(packed, packed.plan(as_lengths([100] * 4)), None, micro_batch_size=2)
     assert not exercised.idle, "packs have no padding"
     stock = replace(packed, micro_batch_size=2).stock(as_lengths([100] * 4))
-    assert not signs_of(stock, stock) & set(packed.links[0][0].shown_by)
+    assert not signs_of(stock, stock) & set(packed.links[0][0].shown.by)
 
 
 def planned(plan, budget_s=60.0):

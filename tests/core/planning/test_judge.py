@@ -173,7 +173,7 @@ def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of, lengths):
         assert floor_s(other, of.context) <= row.outcome.step_s * (1 + 1e-9), name
         if not of.breaks(name, other) and over_caps(row, plan, of.context) is None:
             offer = of.offer(name)
-            keeps = offer[0].keeps.get(name) if offer else "whole"
+            keeps = offer[0].baselines.rows[name].keeps if offer else "whole"
             assert least_s(keeps, batch, ours.limits, of.context) <= row.outcome.step_s * (1 + 1e-9), name
             assert plan.outcome.step_s <= row.outcome.step_s * (1 + 1e-9), name
 
@@ -185,11 +185,11 @@ def test_baselines_that_cannot_win_are_not_planned():
     planned = []
 
     def noted(name, baseline):
-        return lambda *step: (planned.append(name), baseline(*step))[1]
+        return replace(baseline, plan=lambda *step: (planned.append(name), baseline.plan(*step))[1])
 
     links = tuple(
-        (replace(p, baselines={name: noted(name, one) for name, one in p.baselines.items()}), config)
-        for p, config in made.links
+        (replace(p, baselines=replace(p.baselines, rows={n: noted(n, row) for n, row in p.baselines.rows.items()})), c)
+        for p, c in made.links
     )
     assert replace(made, links=links).plan(batch).digest == made.plan(batch).digest
     assert not {"chunks", "cp_1", "whole", "best_fit", "in_order"} & set(planned)

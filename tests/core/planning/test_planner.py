@@ -15,7 +15,7 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning import planner as planner_module
 from evenload.core.planning.judge import outcome_of
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.registry import get
+from evenload.core.registry import Baseline, Baselines, get
 
 from ..by_hand import chain_of
 from .ranks import Exchange, fails, late, on_ranks, otherwise, packed, unlawful
@@ -32,7 +32,8 @@ def chain(plan=None):
 def with_baseline(made, baseline):
     """The chain with other chunks, which are what takes over first."""
     ((plugin, config),) = made.links
-    return replace(made, links=((replace(plugin, baselines={"chunks": baseline}), config),))
+    own = replace(plugin.baselines, rows={"chunks": Baseline(baseline)})
+    return replace(made, links=((replace(plugin, baselines=own), config),))
 
 
 class Draws:
@@ -99,7 +100,7 @@ def test_the_stock_plan_is_the_last_resort(baseline, words, caplog):
 def only_stock(plan):
     """A chain that nothing but stock could take over from, and stock's two samples at once are over its cap."""
     ((plugin, config),) = chain(plan).links
-    return replace(chain(plan), links=((replace(plugin, simpler="", quick=()), config),), micro_batch_size=2)
+    return replace(chain(plan), links=((replace(plugin, baselines=Baselines()), config),), micro_batch_size=2)
 
 
 def test_stock_that_breaks_a_cap_does_not_take_over(caplog):
@@ -228,7 +229,7 @@ def test_all_ranks_take_the_least_stage_that_all_have():
 
 def test_ranks_whose_stages_hold_other_plans_stop_with_one_message():
     def other(bare, *rest):
-        plan = get("packing").baselines["chunks"](bare, *rest)
+        plan = get("packing").baselines.rows["chunks"].plan(bare, *rest)
         return replace(plan, micro_batches=plan.micro_batches[::-1])
 
     first, second = of_ranks(chain(late), with_baseline(chain(late), other))

@@ -9,6 +9,7 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning import stages as planning
 from evenload.core.planning.judge import UnwantedError, outcome_of, wanted_no_more
 from evenload.core.planning.stages import InLine, Stages
+from evenload.core.registry import Estimates
 
 from ..by_hand import chain_of
 
@@ -42,7 +43,10 @@ def test_no_stage_is_slower_than_the_one_before_and_the_last_is_the_plan(names, 
 
 def test_a_stage_does_not_take_what_breaks_the_settings_of_a_later_plugin():
     made = chain("packing", "mesh")
-    links = tuple((replace(plugin, breaks=lambda *_: "all of it"), config) for plugin, config in made.links)
+    links = tuple(
+        (replace(plugin, baselines=replace(plugin.baselines, breaks=lambda *_: "all of it")), config)
+        for plugin, config in made.links
+    )
     stages = Stages(replace(made, links=links), BATCH)
     list(stages.run())
     assert stages.best[-2] is None
@@ -69,11 +73,11 @@ def test_in_line_a_rule_runs_where_a_whole_plan_gains_less_than_it_takes(monkeyp
     whole = made.plan(BATCH)
     assert loop.plan(made, BATCH).digest == whole.digest, "what planning gains is known after a first plan alone"
     assert loop.gained < 1.0
-    dear = tuple((replace(plugin, work_s=lambda *_: 1e3), config) for plugin, config in made.links)
+    dear = tuple((replace(plugin, estimates=Estimates(work_s=lambda *_: 1e3)), config) for plugin, config in made.links)
     plans = [loop.plan(replace(made, links=dear), BATCH) for _ in range(3)]
     assert [plan.digest == whole.digest for plan in plans] == [False, False, True]
     assert plans[0].digest == plans[1].digest
     assert "planned by a rule" in plans[0].notes[-1]
     assert check(plans[0])
-    cheap = tuple((replace(plugin, work_s=None), config) for plugin, config in made.links)
+    cheap = tuple((replace(plugin, estimates=Estimates()), config) for plugin, config in made.links)
     assert loop.plan(replace(made, links=cheap), BATCH).digest == whole.digest

@@ -16,6 +16,7 @@ from evenload.core.planning import planner as planner_module
 from evenload.core.planning.judge import judge
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.planning.turns import Received, Sender, Turns, dumped, fingerprint, loaded
+from evenload.core.registry import Baselines
 
 from ..by_hand import chain_of
 from .ranks import LIMIT_S, Exchange, fails, late, on_ranks, otherwise, packed
@@ -177,7 +178,7 @@ def test_a_planner_that_fails_on_one_rank_hands_over_on_all(caplog):
 
 def test_all_end_alike_where_nothing_may_run():
     ((plugin, config),) = chain(plan=fails).links
-    none = replace(chain(plan=fails), links=((replace(plugin, simpler="", quick=()), config),), micro_batch_size=4)
+    none = replace(chain(plan=fails), links=((replace(plugin, baselines=Baselines()), config),), micro_batch_size=4)
     first, second = Node().run([none, none], [Draws(), Draws()])
     assert isinstance(first, EvenloadError)
     assert first.what == second.what == "no planner could plan this step under the caps and settings of the recipe"

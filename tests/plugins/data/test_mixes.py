@@ -18,7 +18,7 @@ from evenload.core.policies import (
     started,
     stepped,
 )
-from evenload.core.registry import data_policies
+from evenload.core.registry import DataPlugin, PluginConfig, data_policies
 from evenload.plugins.data.ado import MOST_POINTS, fitted
 from hypothesis import given
 from hypothesis import strategies as st
@@ -260,11 +260,14 @@ def test_other_packages_offer_policies_as_plugins_do():
     uniform = DataPolicy(
         lambda of, _: ({}, Proportions(of.shares)), lambda state, seen, _: (state, Proportions((1 / 3, 1 / 3, 1 / 3)))
     )
-    own = evenload.core.registry.get("data")
-    theirs = own.__class__(
-        "theirs", "uniform shares", (), 6, evenload.core.registry.PluginConfig, own.plan, place="batches",
+    theirs = DataPlugin(
+        name="theirs",
+        summary="uniform shares",
+        papers=(),
+        stage=6,
+        config=PluginConfig,
         policies={"mix": {"uniform": uniform}},
-    )  # fmt: skip
+    )
     evenload.register(theirs)
     try:
         close(answers(chosen("uniform"), toy_steps(1))[1:], [[1 / 3] * 3])

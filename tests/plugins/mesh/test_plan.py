@@ -83,7 +83,7 @@ def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(lengths, layo
     taken = seconds(made, found)
     assert taken >= found.bound_s * (1 - 1e-6)
     for name, baseline in BASELINES.items():
-        other = check(baseline(bare, made.context, config))
+        other = check(baseline.plan(bare, made.context, config))
         if f"mesh.{name}" in rivals_of(found):
             assert taken <= seconds(made, other) * (1 + 1e-9), name
 
@@ -196,8 +196,8 @@ def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does(settings, b
 def test_baselines_that_ignore_settings_are_said_to_and_never_taken():
     made, lengths = chain(4), [6000, 5000, 400, 300]
     bare, config = StepPlan(as_lengths(lengths), (), made.limits), MeshConfig(max_tokens=1 << 20, max_degree=2)
-    assert "4 ranks share" in breaks(BASELINES["cp_all"](bare, made.context, config), config)
-    assert breaks(BASELINES["cp_1"](bare, made.context, config), config) == ""
+    assert "4 ranks share" in breaks(BASELINES["cp_all"].plan(bare, made.context, config), config)
+    assert breaks(BASELINES["cp_1"].plan(bare, made.context, config), config) == ""
     assert breaks(plan(bare, made.context, config), config) == ""
 
 
@@ -205,7 +205,7 @@ def test_what_no_rank_holds_runs_in_slices_on_one_rank_in_cp_1():
     for ranks, pp, zero in ((3, 1, None), (2, 2, None), (3, 1, 3), (1, 1, None)):
         made = chain(ranks, pp, zero)
         bare = StepPlan(as_lengths([3000, 500, 20]), (), made.limits)
-        found = check(BASELINES["cp_1"](bare, made.context, MeshConfig(max_tokens=600)))
+        found = check(BASELINES["cp_1"].plan(bare, made.context, MeshConfig(max_tokens=600)))
         assert found.limits.max_tokens == 600
         assert found.cut == {0}
         assert not found.shared

@@ -13,7 +13,7 @@ from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import Plugin, PluginConfig
+from evenload.core.registry import Baseline, Baselines, LayerPlugin, PluginConfig
 from evenload.runtime.experts import history as gathering
 from evenload.runtime.experts.gate import Load
 from evenload.training.learning import LoadHistory, Refitting, predict_step
@@ -32,15 +32,14 @@ def none(plan, context, config):
     return plan
 
 
-PLUGIN = Plugin(
-    "backward",
-    "",
-    (),
-    90,
-    PluginConfig,
-    hottest,
-    place="layers",
-    baselines={"forgetful": none},
+PLUGIN = LayerPlugin(
+    name="backward",
+    summary="",
+    papers=(),
+    stage=90,
+    config=PluginConfig,
+    plan=hottest,
+    baselines=Baselines({"forgetful": Baseline(none)}),
     needs_loads=lambda config, baseline: not baseline,
 )
 

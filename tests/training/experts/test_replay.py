@@ -13,7 +13,7 @@ from evenload.core.experts.history import updated
 from evenload.core.experts.quotas import at_home
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import Plugin, PluginConfig
+from evenload.core.registry import LayerPlugin, PluginConfig
 from evenload.training import pictures
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.pictures.plot import draw_loads
@@ -80,8 +80,16 @@ class Backward:
 
     def __init__(self):
         self.known = []
-        self.plugin = Plugin("backward", "", (), 90, PluginConfig, self, place="layers", needs_loads=lambda *_: True)
-        object.__setattr__(self.plugin, "layers", {"spread": self.spread})
+        self.plugin = LayerPlugin(
+            name="backward",
+            summary="",
+            papers=(),
+            stage=90,
+            config=PluginConfig,
+            plan=self,
+            layers={"spread": self.spread},
+            needs_loads=lambda *_: True,
+        )
 
     __module__ = __name__
 

@@ -11,7 +11,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import Plugin, PluginConfig
+from evenload.core.registry import Estimates, PluginConfig, StepPlugin
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.search import Enough, search
 from evenload.training.pictures import draw
@@ -105,7 +105,18 @@ class Theirs:
 def theirs():
     ours = Theirs()
     tries = {"enabled": (False, True), "level": (0, 1)}
-    evenload.register(Plugin("theirs", "", (), 90, TheirConfig, ours.plan, tries=lambda _: tries, floor_s=ours.floor_s))
+    evenload.register(
+        StepPlugin(
+            name="theirs",
+            summary="",
+            papers=(),
+            stage=90,
+            config=TheirConfig,
+            plan=ours.plan,
+            tries=lambda _: tries,
+            estimates=Estimates(ours.floor_s),
+        )
+    )
     yield ours
     evenload.unregister("theirs")
 

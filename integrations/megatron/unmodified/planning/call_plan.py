@@ -76,7 +76,7 @@ def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool) -> 
     except RankError:
         raise
     except EvenloadError:
-        if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.planning.chain.links):
+        if loop.only_stock is not None and loop.planning.chain.orders:
             raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
         raise
 

@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from .....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
+from .....core.registry import LayerPlugin, StepPlugin
 from .....runtime.attention.prefix import PrefixStore
 from .....runtime.experts.gate import ExpertGate
 from .....runtime.stage.stage_links import StageLinks
@@ -70,9 +71,9 @@ class Together:
         """
         enabled, layout = recipe.enabled(), current_layout()
         names = ", ".join(f"plugins.{plugin.name}" for plugin in enabled)
-        copies = layout.ep > 1 and any(plugin.place == "layers" for plugin in enabled)
+        copies = layout.ep > 1 and bool(recipe.enabled_of(LayerPlugin))
         alone = len(chunks) == layout.cp == 1 and layout.pp > 1 and not why.startswith(_IN_TURN)
-        orders = alone and any(plugin.orders for plugin in enabled)
+        orders = alone and bool(recipe.deciding("orders"))
         if not copies and not orders:
             return cls(None, why, names)
         gpt = unwrapped_chunk(chunks[0])
@@ -136,9 +137,10 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
 def _chain(recipe: Recipe, gpt: Any, tokens: int, orders: bool, *, splits: bool) -> PlanChain:
     """The chain of plugins that have something to do; a micro-batch is a sequence, and every cap holds one."""
     planned, in_step = with_experts_in_step(current_layout(), gpt.config)
-    placing = [plugin for plugin in recipe.enabled() if plugin.place == "steps"]
-    changes: dict[str, Any] = {f"plugins.{p.name}.enabled": False for p in placing if not (orders and p.orders)}
-    changes |= {f"plugins.{p.name}.max_tokens": tokens for p in placing if orders and p.orders}
+    placing = recipe.enabled_of(StepPlugin)
+    ordering = [p.name for p in placing if orders and "orders" in p.decides]
+    changes: dict[str, Any] = {f"plugins.{p.name}.enabled": False for p in placing if p.name not in ordering}
+    changes |= {f"plugins.{name}.max_tokens": tokens for name in ordering}
     chain = chain_of(recipe.changed(changes), gpt, planned, warn=False)
     limits = replace(chain.limits, in_step=in_step, splits_backward=chain.limits.splits_backward and splits)
     return replace(chain, limits=limits, micro_batch_size=1)

@@ -68,7 +68,7 @@ class UserLoop:
         this rank says what is left out."""
         stock, gpts, config = current_layout(), [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
         layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
-        shares = any(plugin.shares for plugin in recipe.enabled())
+        shares = bool(recipe.deciding("shares"))
         # A stage may hold what others do not, and all of them must make one plan.
         own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
         reasons = [one for rank in everyone(own) for one in rank]
