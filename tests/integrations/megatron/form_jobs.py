@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.telling import required, told
-from megatron_tests.user_jobs import listening, loaded_script, recipe
+from megatron_tests.user_jobs import listening, loaded_script, recipe, worst
 
 
 def _by_sample(core, query, key, value, attention_mask, packed_seq_params=None, **_: Any) -> torch.Tensor:
@@ -52,12 +52,6 @@ def _enabled(plugins: dict[str, Any]) -> Any:
     return evenload.enabled(recipe(**plugins))
 
 
-def _error(planned: dict[str, Any], stock: dict[str, Any]) -> float:
-    """Largest ||a - b|| / ||b|| over the gradients."""
-    gradients = planned["gradients"]
-    return max(float((gradients[p] - g).norm() / g.norm()) for p, g in stock["gradients"].items())
-
-
 def packed_samples(
     world: Any, *, tp: int, pp: int, cases: list[tuple[str, bool, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
@@ -74,7 +68,7 @@ def packed_samples(
             results.append(
                 {
                     "case": f"{form}, {'tokens' if per_token else 'means'}",
-                    "error": _error(after, before),
+                    "error": worst(after, before),
                     "reports": (before["reports"], after["reports"]),
                     "computed": tuple(sum(b * t for b, t in run["shapes"]) for run in (before, after)),
                 }
@@ -103,7 +97,7 @@ def borders_left_out(world: Any, *, pp: int, plugins: dict[str, Any]) -> dict[st
                 results[name] = script.train("sft")
     said = {name: [line for line in heard if "on purpose" in line] for name, heard in lines.items()}
     both, stock = results["telling"], results["stock"]
-    return {"said": said, "apart": _error(results["forgetful"], both), "mixed": _error(stock, both)}
+    return {"said": said, "apart": worst(results["forgetful"], both), "mixed": worst(stock, both)}
 
 
 def tensor_dicts(world: Any, *, tp: int, pp: int, cases: list[tuple[str, bool]], plugins: dict[str, Any]) -> list[Any]:
@@ -122,7 +116,7 @@ def tensor_dicts(world: Any, *, tp: int, pp: int, cases: list[tuple[str, bool]],
             results.append(
                 {
                     "case": f"{loss}, by token {per_token}",
-                    "error": _error(planned, stock),
+                    "error": worst(planned, stock),
                     "said": max(said, default=0.0),
                     "losses": (stock["losses"], planned["losses"]),
                     "shapes": (stock["shapes"], planned["shapes"]),

@@ -10,10 +10,6 @@ from typing import Any
 import evenload
 import torch
 from evenload.integrations.megatron.unmodified.refusals.supported import tokens_multiple
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_tests.telling import told
 from megatron_tests.user_jobs import loaded_script, recipe, worst
 
@@ -65,42 +61,6 @@ def other_losses(world: Any, *, max_tokens: int) -> dict[str, float]:
     return told
 
 
-def identities(world: Any) -> dict[str, Any]:
-    """What a loop holds before, during and after a session, and what a held function does then."""
-    with loaded_script("megatron_script") as script:
-        held_before = {
-            "schedule": schedules.get_forward_backward_func,
-            "alias": script.get_forward_backward_func,
-            "attention": vars(DotProductAttention)["forward"],
-        }
-        session = evenload.enable(packed(CAP))
-        changed = [
-            schedules.get_forward_backward_func is not held_before["schedule"],
-            script.get_forward_backward_func is schedules.get_forward_backward_func,
-            vars(DotProductAttention)["forward"] is not held_before["attention"],
-        ]
-        model, _ = script.build(torch.float64, "rope", False)
-        held, shapes = script.get_forward_backward_func(), []
-        call = {
-            "forward_step_func": partial(script.forward_step, shapes),
-            "data_iterator": script.batches(),
-            "model": [model],
-            **CALL,
-        }
-        held(**call)
-        planned = list(shapes)
-        hooks, variable = len(model.module._forward_pre_hooks), model.config.variable_seq_lengths
-        session.disable()
-        restored = [
-            schedules.get_forward_backward_func is held_before["schedule"],
-            script.get_forward_backward_func is held_before["alias"],
-            vars(DotProductAttention)["forward"] is held_before["attention"],
-        ]
-        shapes.clear()
-        held(**call)
-        return {"changed": changed, "restored": restored, "planned": planned, "held": shapes, "left": (hooks, variable)}
-
-
 def told_of_scripts(world: Any) -> dict[str, str]:
     """What each kind of unsupported loop is told."""
     said: dict[str, str] = {}
@@ -119,18 +79,6 @@ def told_of_scripts(world: Any) -> dict[str, str]:
         def two_batches(data_iterator, model):
             next(data_iterator)
             return script.forward_step([], data_iterator, model)
-
-        def half(data_iterator, model):
-            batch = next(data_iterator)
-            return model(
-                batch["tokens"][:, :1], batch["position_ids"][:, :1], None, labels=batch["labels"][:, :1]
-            ), None
-
-        def without_first_column(batches):
-            for batch in with_mask(batches):
-                mask = batch["attention_mask"].clone()
-                mask[0, 0, 3:, :3] = True
-                yield {**batch, "attention_mask": mask}
 
         def attempt(name, max_tokens=CAP, config=(), **changes):
             data, chunk = script.batches(), changes.get("model", model)
@@ -154,16 +102,10 @@ def told_of_scripts(world: Any) -> dict[str, str]:
         )
         attempt("experts", config=[("num_moe_experts", 4), ("overlap_moe_expert_parallel_comm", True)])
         attempt("overlap", model=overlapped)
-        attempt("no iterator", data_iterator=None)
-        attempt("other keys", data_iterator=iter([{"input_ids": torch.ones(2, 4)}] * 2))
-        attempt("no mapping", data_iterator=iter([torch.ones(2, 4)] * 2))
-        attempt("mask", data_iterator=without_first_column(script.batches()))
         attempt("too long", max_tokens=4)
-        attempt("mean", forward_step_func=loss(lambda total, count, report: (total / count, count, report)))
         attempt("two values", forward_step_func=loss(lambda total, count, report: (total / count, report)))
         attempt("padding counted", forward_step_func=loss(lambda total, count, report: (total, count + 1, report)))
         attempt("two batches", forward_step_func=two_batches)
-        attempt("other tokens", forward_step_func=half)
         attempt("fine")
     return said
 
@@ -176,26 +118,3 @@ def multiples(world: Any) -> list[int]:
     settings = [{}, shares, {"fp8": "hybrid"}, {"fp8": "e4m3", **shares}, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}]
     settings += [{"fp4": "e2m1"}, {"fp4": "e2m1", **shares}]
     return [tokens_multiple(SimpleNamespace(**{**plain, **one})) for one in settings]
-
-
-def rotary_errors(world: Any) -> tuple[float, float]:
-    """Error of the rotary embedding of a pack against sample by sample: as packed, and with a wrong max_seqlen."""
-
-    class Alone:
-        size, rank = (lambda self: 1), (lambda self: 0)
-
-    rope, worst_error, mutant = RotaryEmbedding(8, 1.0), 0.0, float("inf")
-    for lengths in ([7], [1, 1], [5, 1], [1, 5], [3, 9, 2, 9]):
-        borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-        x = torch.randn(sum(lengths), 2, 8, dtype=torch.float64)
-
-        def rotate(x, borders, longest):
-            return _apply_rotary_pos_emb_thd(x, borders, rope(longest, packed_seq=True), cp_group=Alone())
-
-        alone = torch.cat(
-            [rotate(part, torch.tensor([0, len(part)]), len(part) + 3) for part in torch.split(x, lengths)]
-        )
-        worst_error = max(worst_error, float((rotate(x, borders, max(lengths)) - alone).abs().max()))
-        if len(lengths) > 1 and max(lengths) > 1:
-            mutant = min(mutant, float((rotate(x, borders, sum(lengths)) - alone).abs().max()))
-    return worst_error, mutant

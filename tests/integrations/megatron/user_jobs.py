@@ -47,6 +47,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -585,19 +586,30 @@ def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
     return check(StepPlan(as_lengths(lengths), micro_batches, chain.limits))
 
 
+def _symbols(script: Any) -> list[Any]:
+    """What a session replaces: a function of Megatron, the name that a script has imported it by, and a method."""
+    attention = vars(DotProductAttention)["forward"]
+    return [schedules.get_forward_backward_func, script.get_forward_backward_func, attention]
+
+
 def left_behind(world: Any) -> dict[str, Any]:
     """A loop that holds its function over the end of a session: what it finds then."""
     with user_loop(pp=2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1) as user:
         gpt, config, stock = user.model.module, user.model.config, user.step()
         before = {**vars(config)}, dict(gpt._modules), len(gpt._forward_pre_hooks)
+        symbols = _symbols(user.script)
         session = evenload.enable(recipe())
+        changed = [one is not other for one, other in zip(_symbols(user.script), symbols, strict=True)]
         held = user.script.get_forward_backward_func()
         with planning(drawn(3)) as made:
             user.step(schedule=held)
         after = {**vars(config)}, dict(gpt._modules), len(gpt._forward_pre_hooks)
         session.disable()
+        restored = [one is other for one, other in zip(_symbols(user.script), symbols, strict=True)]
         again = user.step(schedule=held)
     return {
+        "changed": changed,
+        "restored": restored,
         "same": before == after,
         "plans": len(made),
         "shapes": sorted(set(again["shapes"])),

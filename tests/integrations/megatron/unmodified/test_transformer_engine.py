@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from harness.cases import full, only_full
 from harness.world import World
+from megatron_tests.exact import as_stock
 from megatron_tests.settings import SHARES
 
 pytestmark = pytest.mark.slow
@@ -72,12 +73,8 @@ FUSED = {"apply_rope_fusion": True, "bias_dropout_fusion": False}
     ],
 )
 def test_random_plans_give_the_gradients_of_the_stock_loop(over, loop):
-    for results, called in over("user_plans", seeds=[1, 2], te=True, **loop):
-        for found in results:
-            assert "error" not in found, found
-            assert found["grad"] < 1e-9, found
-            assert found["loss"] < 1e-7, found
-        assert any(found["cut"] for found in results)
+    for results, called in over("user_plans", seeds=[1], te=True, **loop):
+        as_stock([results], ("cut",))
         assert "sbhd" in called
         assert "thd" in called, "packs of whole samples go to Transformer Engine"
 
