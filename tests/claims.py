@@ -286,7 +286,7 @@ docs/packing.md
   1.14x and 1.09x the tokens/s of in-order packing
     commands/test_train.py::test_against_trains_each_variant_on_equal_batches
   gradients within 5e-15
-    integrations/megatron/test_exactness.py::test_padded_plans_take_the_same_path
+    integrations/megatron/test_exactness.py::test_ranks_without_data_and_padded_plans_take_the_same_path
   gradients stay (float64, 1e-9): Transformers' Trainer
     integrations/huggingface/test_trainer.py::test_packs_are_filled_up_and_the_largest_runs_first
 docs/pictures.md

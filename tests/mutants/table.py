@@ -814,7 +814,7 @@ fault(
     "lengths, labels",
     "lengths, labels and labels._replace(weights=None)",
 )
-killer = cases("integrations/megatron/test_generate.py::test_moves_between_two_ranks_change_no_token")
+killer = cases("integrations/megatron/test_generate.py", k="data")
 fault = of("integrations/host/moving.py", killer)
 fault("a sample is lost in a move", "schedule.put(self._sample(i, part))", "self._sample(i, part)")
 fault("a sample that moved is on two ranks", "schedule.drop(places[i])", "_ = places[i]")
@@ -980,7 +980,7 @@ fault(
 killer = cases("integrations/megatron/unmodified/test_mesh.py", k="dp2 and means")
 fault = of("integrations/megatron/unmodified/reading/samples.py", killer)
 fault("positions of a part of a sample in a loop begin at 0", "(s.start, s.stop) for s", "(s.stop - s.start) for s")
-killer = cases("integrations/megatron/unmodified/test_mtp.py", k="dp2-means")
+killer = cases("integrations/megatron/unmodified/test_chunks.py", k="further and dp2 and not dp2pp2")
 fault = of("integrations/megatron/unmodified/running/mtp.py", killer)
 fault("further tokens weigh as if packs were micro-batches of the loop", " * divisor / of_rank[:, None]", "")
 fault("the last token of a sample has a further target", "mask_T[start:end][layer + 1 :]", "mask_T[start:end][layer:]")

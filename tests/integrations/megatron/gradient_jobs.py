@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -30,6 +31,7 @@ ADAPTER = Adapter(r=4, lora_alpha=8, lora_dropout=0.3, rank_pattern={"down_proj"
 TRAIN = TenantTrain(seed=11, betas=(0.8, 0.99), eps=1e-7)
 
 
+@functools.cache
 def signs(name: str, elements: int) -> np.ndarray:
     """Of a whole parameter [elements, columns], by the equation."""
     key = np.frombuffer(hashlib.blake2b(f"{SEED} {name}".encode(), digest_size=8).digest(), np.uint64)

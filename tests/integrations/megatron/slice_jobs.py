@@ -7,13 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
-from evenload.core.plan.order import one_forward_one_backward
 from evenload.core.plan.program import lower
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
-from evenload.runtime.stage.stage_links import StageLinks
 from harness.proof import planned, tokens
 from megatron_tests.jobs import hosted, unchanged
 from megatron_tests.telling import told
@@ -52,27 +47,6 @@ def counted(world: Any, *, plans: list[dict[str, Any]], **changes: Any) -> list[
                 }
             )
     return rows
-
-
-def in_flight(world: Any, *, packs: int) -> dict[str, int]:
-    """Tensors that a pipeline of two sends in 1F1B, and how many of them it holds at most."""
-    lengths = [4] * packs
-    micro_batches = tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(packs))
-    limits = Limits(1, 4, num_stages=2, layers_per_stage=2)
-    order = tuple(tuple(one_forward_one_backward(range(packs), ahead)) for ahead in (1, 0))
-    the_plan = check(StepPlan(as_lengths(lengths), micro_batches, limits, order=order))
-    counts = {"sent": 0, "most": 0}
-    send = StageLinks.send
-
-    def counting(self: Any, *args: Any) -> None:
-        send(self, *args)
-        counts["sent"] += 1
-        counts["most"] = max(counts["most"], *map(len, self._sent.values()))
-
-    with hosted(world, parallel__pp=2) as host, patch.object(StageLinks, "send", counting):
-        host.gradients(the_plan, tokens(lengths))
-        assert not any(links._sent[kind] for links in host._links for kind in links._sent)
-    return counts
 
 
 def refused(world: Any) -> list[str]:

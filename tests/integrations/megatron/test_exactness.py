@@ -33,9 +33,8 @@ def test_float64_gradients_are_those_of_plain_training(on_ranks, size, layout):
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
-@pytest.mark.parametrize("layout", [pytest.param(TP2, id="tp2"), only_full(PP2, id="pp2")])
-def test_every_family(on_ranks, family, layout):
-    exact(on_ranks(2, "proven", model__family=family, **layout), layout)
+def test_every_family(on_ranks, family):
+    exact(on_ranks(2, "proven", model__family=family, **TP2), TP2)
 
 
 @pytest.mark.parametrize(
@@ -49,25 +48,15 @@ def test_a_tied_embedding_gets_the_gradients_of_both_ends(on_ranks, size, layout
 
 
 @pytest.mark.parametrize(
-    ("packs", "overlap"),
+    ("size", "plans", "layout"),
     [
-        pytest.param(IDLE, True, id="idle rank, overlap"),
-        pytest.param(DUMMY, False, id="rank of dummies"),
-        only_full(IDLE, False, id="idle rank"),
-        only_full(DUMMY, True, id="rank of dummies, overlap"),
+        pytest.param(2, [DUMMY, "packs, padded"], {}, id="rank of dummies, and padding"),
+        pytest.param(2, [IDLE, DUMMY], {"megatron__overlap_grad_reduce": True}, id="overlap"),
+        pytest.param(4, [IDLE, DUMMY], PP2, id="a pipeline"),
     ],
 )
-def test_a_rank_without_data(on_ranks, packs, overlap):
-    exact(on_ranks(2, "proven", plans=[packs], megatron__overlap_grad_reduce=overlap), {})
-
-
-@pytest.mark.parametrize("packs", [pytest.param(IDLE, id="idle rank"), only_full(DUMMY, id="rank of dummies")])
-def test_a_pipeline_without_data(on_ranks, packs):
-    exact(on_ranks(4, "proven", plans=[packs], **PP2), PP2)
-
-
-def test_padded_plans_take_the_same_path(on_ranks):
-    exact(on_ranks(2, "proven", plans=["packs, padded"]), {})
+def test_ranks_without_data_and_padded_plans_take_the_same_path(on_ranks, size, plans, layout):
+    exact(on_ranks(size, "proven", plans=plans, **layout), layout)
 
 
 @pytest.mark.parametrize(
