@@ -79,7 +79,7 @@ def test_copies_where_tokens_come_from(on_ranks):
     [
         only_full({"plugins": SLICES, "moe": BIASED, "seeds": (None,) * 4}, id="drawn copies"),
         pytest.param(
-            {"plugins": SLICES, "moe": LOSSES, "seeds": (None,) * 4, "local": True, "train__recompute": True},
+            {"plugins": SLICES, "moe": LOSSES, "local": True, "train__recompute": True},
             id="local copies, recompute",
         ),
         pytest.param({"plugins": PACKS | CUT, "moe": {"shared_ffn_hidden_size": 16}}, id="cut experts, shared"),

@@ -179,7 +179,7 @@ def test_whatever_schedule_is_drawn_for_four_stages(on_ranks, draw):
 
 @pytest.mark.parametrize("family", ["gpt", "qwen2"])
 def test_biases_are_in_the_backward(on_ranks, family):
-    plans = [drawn(seed, "pp2", split="all", recompute="some") for seed in (1, 2)]
+    plans = [drawn(1, "pp2", split="all", recompute="some")]
     assert_exact(run(on_ranks, "pp2", plans, model__family=family), "pp2")
 
 
@@ -216,7 +216,7 @@ FAULTS = {
 
 def test_the_proof_catches_planted_faults(on_ranks):
     plans = {
-        fault: [step_json(one_stage(seed, pieces=[1, 8], **how)) for seed in (1, 2)] for fault, how in FAULTS.items()
+        fault: [step_json(one_stage(seed, pieces=[1, 8], **how)) for seed in (1,)] for fault, how in FAULTS.items()
     }
     (found,) = on_ranks(1, "piped_under_faults", plans=plans, lengths=LENGTHS, **TWO)
     assert max(max(row["loss"], row["grad"]) for row in found[""]) < 1e-9

@@ -99,7 +99,7 @@ def test_three_steps_move_adapters_as_a_textbook_does(on_ranks, size, layout, pl
 
 
 @pytest.mark.parametrize(
-    ("size", "steps"), [pytest.param(2, 30, id="dp2"), only_full(1, 200, id="one"), only_full(2, 40, id="dp2, longer")]
+    ("size", "steps"), [pytest.param(2, 20, id="dp2"), only_full(1, 200, id="one"), only_full(2, 40, id="dp2, longer")]
 )
 def test_tenants_come_and_go_for_long_and_leave_nothing_behind(on_ranks, size, steps):
     for result in on_ranks(size, "soak", seed=5, steps=steps, model__num_layers=1):

@@ -58,9 +58,7 @@ def test_samples_of_a_row_that_stock_mixes_stay_apart_and_that_is_said_once(on_r
 @LAYOUTS
 def test_rows_of_tensordicts_are_regrouped_exactly(on_ranks, tp, pp):
     pytest.importorskip("tensordict")
-    cases = [("sft", True), ("ppo", False)]
-    if tp * pp == 1:
-        cases += [("sft", False), ("ppo by row", False)]
+    cases = [("sft", False), ("ppo by row", False)] if tp * pp == 1 else [("sft", True), ("ppo", False)]
     ranks = on_ranks(2, "tensor_dicts", tp=tp, pp=pp, cases=[*cases, ("mean", False)], plugins=CUT)
     for rank in ranks:
         *planned, refused = rank
