@@ -136,12 +136,6 @@ def test_memory_counts_what_is_alive():
     assert peak_activation_bytes(plan, 1, 0) == (7 * 3 * 10 + 48 + 8 * 4 * 10, Op("F", 1))
 
 
-def test_memory_of_the_stock_schedule_grows_towards_the_first_stage():
-    limits = Limits(1, 100, num_stages=3, memory=MemoryCost(activation_bytes_per_token=1.0))
-    plan = StepPlan(as_lengths([10] * 5), alone([10] * 5), limits)
-    assert [peak_activation_bytes(plan, stage, 0)[0] for stage in range(3)] == [30.0, 20.0, 10.0]
-
-
 def test_digest_tells_plans_apart():
     same = read_step(step_json(LAWFUL), LIMITS)
     assert same.digest == LAWFUL.digest

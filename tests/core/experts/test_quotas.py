@@ -34,14 +34,6 @@ def test_a_copy_beyond_the_slots_is_told(counts_RE, data):
         check_quotas(quotas_ER, counts_RE, ExpertPolicy("drawn", data.draw(st.integers(0, most - 1))), ())
 
 
-def test_a_copy_of_a_neighbour_is_none_of_ones_own():
-    """Both ranks send four tokens to expert 0, which lives on rank 0 and has a copy on rank 1."""
-    counts_RE, policy = np.array([[4, 0], [4, 0]]), ExpertPolicy("drawn", 2)
-    check_quotas(np.array([[4, 4], [0, 0]]), counts_RE, policy, ((), (0,)))
-    with pytest.raises(PlanError, match=UNKNOWN):
-        check_quotas(np.array([[4, 4], [0, 0]]), counts_RE, policy, ((0,), ()))
-
-
 @given(counts(), st.data())
 def test_quotas_of_swapped_ranks_are_told(counts_RE, data):
     policy = ExpertPolicy("drawn", counts_RE.shape[1])

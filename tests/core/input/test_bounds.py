@@ -47,14 +47,7 @@ def test_words_that_are_no_integer_are_refused(word):
 
 @given(st.lists(st.integers(1, bounds.TOKENS), min_size=1, max_size=20))
 def test_lengths_may_come_in_any_row_of_integers(lengths):
-    for form in (
-        lengths,
-        tuple(lengths),
-        iter(lengths),
-        np.array(lengths),
-        np.array(lengths, np.uint64),
-        map(int, lengths),
-    ):
+    for form in (lengths, tuple(lengths), iter(lengths), np.array(lengths), np.array(lengths, np.uint64)):
         batch = lengths_of_batch(form)
         assert batch.dtype == np.int64
         assert batch.tolist() == lengths

@@ -196,12 +196,6 @@ def of_ranks(*chains):
     return [one if isinstance(one, Exception) else one.plan for one in steps]
 
 
-def test_one_late_rank_takes_all_ranks_to_the_simpler_plan():
-    first, second = of_ranks(chain(), chain(late))
-    assert first.made_by == second.made_by == "chunks"
-    assert first.digest == second.digest
-
-
 def test_all_ranks_wait_for_a_late_one_where_nothing_else_keeps_the_caps():
     def slow(*step):
         time.sleep(1.0)
@@ -296,8 +290,3 @@ def test_ranks_of_one_plan_and_other_weights_stop():
     assert [told[-1]] == digests(1.0)
     with pytest.raises(RankError, match="ranks planned different steps"):
         Planner(chain(), OfWeights(0.5), budget_s=60, exchange=lambda own: [own, other]).next()
-
-
-def test_a_batch_nobody_can_plan_is_an_error():
-    with pytest.raises(EvenloadError, match=r"longer than plugins\.packing\.max_tokens"):
-        chain().plan(as_lengths([65]))

@@ -1,9 +1,7 @@
 """What a recipe with experts costs, counted by hand from its shape."""
 
 import pytest
-from evenload.core.costs import costs as cost_models
 from evenload.core.costs.memory import fixed_bytes
-from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
 from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe.recipe import parse
@@ -81,11 +79,3 @@ def test_the_part_of_activations_at_experts():
     assert shared.activation_bytes_per_token == alone.activation_bytes_per_token
     # Tokens as they go out and as they are sorted by expert.
     assert shared.working_bytes_per_token - alone.working_bytes_per_token == 2 * 2 * 64 * 4
-
-
-def test_a_cost_model_does_not_say_who_shares_experts(tmp_path):
-    path = f"{tmp_path}/costs.yaml"
-    with open(path, "w") as out:
-        out.write("source: test\nforward: {token_s: 1.0}\nbackward: {token_s: 2.0}\nep: 2\n")
-    with pytest.raises(EvenloadError, match="ep, which is the layout's"):
-        cost_models.load(path, tmp_path)

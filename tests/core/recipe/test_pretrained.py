@@ -54,14 +54,10 @@ def test_a_recipe_that_is_changed_stays_the_same_model(tmp_path):
 
 
 def test_layers_with_experts(tmp_path):
-    moe = recipe(folder(tmp_path, "qwen3_moe", num_experts=8, mlp_only_layers=[1, 3], **EXPERTS)).model
-    assert moe.moe_layers == (0, 2)
-    assert recipe(folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)).model.moe_layers == (
-        0,
-        1,
-        2,
-        3,
-    )
+    some = folder(tmp_path, "qwen3_moe", num_experts=8, mlp_only_layers=[1, 3], **EXPERTS)
+    assert recipe(some).model.moe_layers == (0, 2)
+    every = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    assert recipe(every).model.moe_layers == (0, 1, 2, 3)
 
 
 def test_the_shape_knows_heads_of_their_own_size_and_tied_embeddings(tmp_path):

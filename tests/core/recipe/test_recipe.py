@@ -106,7 +106,6 @@ REFUSED = {
     "batch against ranks": (["parallel.dp=8", "train.global_batch_size=4"], "smaller than the number"),
     "deepspeed tp": (["trainer=deepspeed", "parallel.tp=2"], "without tensor"),
     "deepspeed pipeline": (["trainer=deepspeed", "parallel.pp=2", "deepspeed.zero_stage=2"], "ZeRO 0 and 1"),
-    "layers that stages do not divide": (["parallel.pp=3"], "does not divide model.num_layers"),
     "deepspeed fp64": (["trainer=deepspeed", "train.dtype=fp64"], "float64"),
     "not key=value": (["train.steps"], "key=value"),
     "below a value": (["train.steps.more=3"], "cannot be set"),
@@ -146,13 +145,6 @@ def test_files_that_are_no_recipe(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(EvenloadError, match=message):
         evenload.load_recipe(path)
-
-
-def test_what_is_shown_of_a_value_is_short(recipe_file):
-    for word in (f"train.lr={'x' * 100_000}", f"{'x' * 100_000}=1", "x" * 100_000, f"plugins.{'x' * 100_000}.y=1"):
-        with pytest.raises(EvenloadError) as caught:
-            evenload.load_recipe(recipe_file, [word])
-        assert len(str(caught.value)) < 3000
 
 
 @pytest.mark.parametrize("path", [None, 5, 5.5, True, b"x", {}, object(), "", "a\0b", "\ud800", "x" * 5000])

@@ -12,23 +12,10 @@ from evenload.core.simulate.predict import predict
 from ..by_hand import ONE, ops, plan
 
 
-def test_ranks_work_side_by_side():
-    result = predict(plan([4, 1, 1], [(0,), (1,), (1,)], Limits(2, 10)), ONE)
-    assert result.step_s == 12
-    assert result.busy_s == (12, 6)
-
-
 def test_a_group_waits_for_its_last_member():
     result = predict(plan([2, 4, 1], [(0,), (0, 1), (1,)], Limits(2, 10)), ONE)
     assert result.step_s == 6 + 6 + 3
     assert result.busy_s == (12, 9)
-
-
-def test_equal_counts_synchronise_every_round():
-    lengths, ranks = [4, 1, 1, 4], [(0,), (1,), (0,), (1,)]
-    free = predict(plan(lengths, ranks, Limits(2, 10)), ONE)
-    rounds = predict(plan(lengths, ranks, Limits(2, 10, all_in_step=True)), ONE)
-    assert (free.step_s, rounds.step_s) == (15, 24)
 
 
 def test_one_forward_one_backward_has_its_textbook_bubble():
@@ -37,13 +24,6 @@ def test_one_forward_one_backward_has_its_textbook_bubble():
     result = predict(made, ONE)
     assert result.step_s == (8 + 3) * 3
     assert 1 - sum(result.busy_s) / result.step_s == pytest.approx(3 / 11)
-
-
-def test_an_order_of_its_own_is_followed():
-    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
-    result = predict(check(replace(made, order=(ops("F0 F1 B0 B1"),) * 2)), ONE)
-    # Stage 1: F0 at 1..2, F1 2..3, B0 3..5, B1 5..7; stage 0: B0 5..7, B1 7..9.
-    assert result.step_s == 9
 
 
 def test_ranks_with_homes_of_their_own_have_their_own_work():

@@ -151,16 +151,6 @@ def test_measured_rates_of_all_to_all_come_first():
     assert simulate(made, at).exposed_s[0, 0] == 2 * 32 / 16
 
 
-def test_a_prefix_goes_round_with_its_slice():
-    """Keys and values of all tokens before a slice are read, so a later slice moves more."""
-    slices = (Slice(0, 0, 4), Slice(0, 4, 8))
-    batches = tuple(MicroBatch((s,), (0, 1)) for s in slices)
-    made = check(StepPlan(as_lengths([8]), batches, Limits(2, 4), order=(ops("F0 F1 B1 B0"),)))
-    result = simulate(made, context(Layout(dp=2), kv_bytes_per_token=2.0))
-    exposed = [end - start for kind, start, end in by_rank(result)[0, 0] if kind == "C"]
-    assert exposed == [4, 8, 16, 8]
-
-
 def test_tensor_parallel_ranks_reduce_hidden_states():
     made = plan([8], [(0,)], Limits(1, 8))
     result = simulate(made, context(Layout(tp=2), layers=3, state_bytes_per_token=1.0))
@@ -306,13 +296,6 @@ def test_ranks_in_step_with_unlike_counts_are_refused():
     plan = StepPlan(as_lengths([5, 6, 7]), tuple(MicroBatch((Slice(i, 0, 5 + i),), (i % 2,)) for i in range(3)), limits)
     with pytest.raises(PlanError, match=r"unlike numbers of passes\n  found: 2 on rank 1, 4 on rank 0"):
         list(play(plan, lambda stage, op: 1.0))
-
-
-def test_orders_that_wait_in_a_circle_are_refused():
-    made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
-    stuck = replace(made, order=(ops("F0 B0 F1 B1"), ops("F1 F0 B0 B1")))
-    with pytest.raises(PlanError, match="deadlocks"):
-        simulate(stuck, context(Layout(pp=2)))
 
 
 def test_memory_is_what_stays_and_what_passes_hold():
