@@ -204,14 +204,6 @@ def test_short_sequences_hide_a_gathering_but_not_the_way_back():
     assert of_ranks(m, 2) == [8 + 16, 8 - 2 + 16]
 
 
-def test_hops_of_two_homes_follow_one_another_behind_both_blocks():
-    """Rank 1 sends for two homes: 8 + 4 s behind 2 + 0.5 s."""
-    m = micro_batch(((0, 1), (1, 2)), (8, 4))
-    assert of_ranks(m, 1) == [6, 12 - 2.5, 4 - 0.5]
-    # The CP group hop of one overlaps with nothing: both end with their second block.
-    assert of_ranks(m, 2)[1] == (12 - 2.5) + (24 - 2.5) + 24
-
-
 def test_a_larger_ring_computes_while_a_smaller_one_sends_home():
     """Ranks 0-2 share 24 tokens (hops of 16 s, blocks of 8 s), ranks 0 and 1 another 8 (8 s, 2 s)."""
     m = micro_batch(((0, 1, 2), (0, 1)), (24, 8))

@@ -40,8 +40,9 @@ def test_a_degree_that_was_measured_is_taken_as_it_is():
     assert at_degree(costs, 1).forward == of_ranks(1).forward
 
 
-def test_costs_of_one_degree_are_for_any_as_ever():
+def test_costs_that_do_not_say_their_setting_are_for_any():
     assert at_degree(of_ranks(2), 8) == of_ranks(2)
+    assert at_sharding(of_ranks(1), "parameters", {"fixed_bytes": 18.0}) == of_ranks(1)
 
 
 def test_all_degrees_are_read_back_from_one_file(tmp_path, write_costs):
@@ -71,11 +72,6 @@ def test_a_sharding_that_was_measured_is_taken_as_it_is_and_another_has_counted_
     assert (none.forward.launch_s, none.memory.activation_bytes_per_token) == (0.5, 100.0)
     assert {name: getattr(none.memory, name) for name in STATES} == STATES
     assert at_sharding(none, "parameters", {}) == none
-
-
-def test_costs_that_do_not_say_what_was_divided_are_for_any_as_ever():
-    plain = of_ranks(1)
-    assert at_sharding(plain, "parameters", STATES) == plain
 
 
 def test_a_recipe_takes_its_own_of_a_file(tmp_path, write_costs):

@@ -157,8 +157,3 @@ def test_the_rest_of_a_step_is_the_update():
     told = {"predicted_s": 2.5 + 0.05, "compute_s": 2.0, "update_s": 0.1, "shares": 2}
     assert refit.rest_of_step(4.0 + 0.5 + 0.05, busiest=(4.0, 2.0), **told) == pytest.approx(0.1)
     assert refit.rest_of_step(4.0 + 0.5 + 0.2, busiest=(4.0, 2.0), **told) == pytest.approx(0.4)
-
-
-def test_coefficients_come_back_as_they_were():
-    again = refit.with_coefficients(TRUTH, np.array(json.loads(json.dumps(refit.coefficients(TRUTH).tolist()))))
-    assert again == TRUTH

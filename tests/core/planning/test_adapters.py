@@ -34,10 +34,6 @@ def recipe_of(lora=True, **changes):
     return parse(data).changed(changes)
 
 
-def chain_of(recipe, layout):
-    return PlanChain.of_recipe(recipe, layout)
-
-
 def test_weights_of_adapters():
     shape = shape_of(recipe_of().model)
     assert adapter_weights(shape, Adapter(r=4)) == 4 * 4 * LINEARS
@@ -108,14 +104,14 @@ def test_a_frozen_base_holds_its_weights_alone(dtype, value, stage):
     if stage is not None:
         changes |= {"trainer": "deepspeed", "deepspeed.zero_stage": stage}
     recipe = recipe_of(**changes)
-    chain = chain_of(recipe, Layout(dp=4))
+    chain = PlanChain.of_recipe(recipe, Layout(dp=4))
     weights, memory = shape_of(recipe.model).parameters, chain.context.costs.memory
     kept = memory.fixed_bytes - memory.sharded_bytes * 3 / 4
     assert kept == pytest.approx(value * weights * (1 / 4 if stage == 3 else 1))
     assert memory.gradient_bytes == memory.update_bytes == 0
     assert chain.limits.memory == memory
     assert not chain.limits.splits_backward
-    assert chain_of(recipe_of(lora=False), Layout(dp=4)).limits.splits_backward
+    assert PlanChain.of_recipe(recipe_of(lora=False), Layout(dp=4)).limits.splits_backward
     assert chain.context.traffic.gradient_bytes == 0
 
 
@@ -128,7 +124,7 @@ def plan_s(chain):
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=2, pp=2), Layout(tp=2, dp=2)])
 def test_what_tenants_add(layout):
     recipe = recipe_of(**{"parallel.tp": layout.tp, "parallel.pp": layout.pp})
-    bare, shape = chain_of(recipe, layout), shape_of(recipe.model)
+    bare, shape = PlanChain.of_recipe(recipe, layout), shape_of(recipe.model)
     small, large = Adapter(r=4), Adapter(r=16)
     chain = with_tenants(bare, shape, [TenantLoad(small, 300), TenantLoad(large, 100)])
     sizes = adapter_weights(shape, small), adapter_weights(shape, large)
@@ -147,7 +143,7 @@ def test_what_tenants_add(layout):
 def test_the_sum_of_adapters_is_in_the_step_and_that_of_the_base_is_not():
     """Compute is the same in all three; what is left is the end of the step."""
     recipe, layout = recipe_of(), Layout(dp=4)
-    bare, shape = chain_of(recipe, layout), shape_of(recipe.model)
+    bare, shape = PlanChain.of_recipe(recipe, layout), shape_of(recipe.model)
     chain = with_tenants(bare, shape, [TenantLoad(Adapter(r=4), 1)])
     silent = replace(chain, context=replace(chain.context, traffic=replace(chain.context.traffic, adapter_bytes=0.0)))
     link = chain.context.cluster.link_among(range(4))
@@ -162,7 +158,7 @@ def test_the_sum_of_adapters_is_in_the_step_and_that_of_the_base_is_not():
 def test_forwards_alone_sum_nothing():
     recipe = recipe_of()
     one = TenantLoad(Adapter(r=4), 1)
-    scored = with_tenants(forward_only(chain_of(recipe, Layout(dp=4))), shape_of(recipe.model), [one])
+    scored = with_tenants(forward_only(PlanChain.of_recipe(recipe, Layout(dp=4))), shape_of(recipe.model), [one])
     assert scored.context.costs.backward.token_s == 0
     silent = replace(scored, context=replace(scored.context, traffic=replace(scored.context.traffic, adapter_bytes=0)))
     assert plan_s(scored)[0] == plan_s(silent)[0]
@@ -171,7 +167,7 @@ def test_forwards_alone_sum_nothing():
 def test_no_backward_of_a_pipeline_is_split():
     changes = {"plugins.pipeline.enabled": True, "parallel.pp": 2}
     lengths = as_lengths([500, 400, 300, 200, 100, 50])
-    frozen, whole = (chain_of(recipe_of(lora, **changes), Layout(pp=2)) for lora in (True, False))
+    frozen, whole = (PlanChain.of_recipe(recipe_of(lora, **changes), Layout(pp=2)) for lora in (True, False))
     assert not any(frozen.plan(lengths).split)
     assert frozen.limits == limits_of(Setting.of_recipe(recipe_of(**changes)), frozen.context)
     assert whole.limits.splits_backward
