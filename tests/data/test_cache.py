@@ -135,27 +135,6 @@ def test_without_locks_an_entry_that_another_process_writes_stays_its_own(cache,
     assert {path.name for path in cache.iterdir()} == {"entry.npz", "entryother.part"}
 
 
-def build_and_note(note):
-    def build():
-        with open(note, "a") as stream:
-            stream.write("built\n")
-        return {"lengths": np.arange(200_000)}
-
-    cached_arrays("shared", build)
-
-
-@pytest.mark.slow
-def test_processes_that_need_the_same_entry_build_it_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=build_and_note, args=(str(tmp_path / "note"),)) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
-    assert (tmp_path / "note").read_text() == "built\n"
-
-
 @pytest.mark.parametrize(("after_s", "lines"), [(0.01, 1), (30.0, 0)])
 def test_who_waits_a_moment_for_another_says_nothing_of_it(cache, monkeypatch, caplog, after_s, lines):
     """Ranks that open the same data do so in every run."""

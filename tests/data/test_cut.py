@@ -39,14 +39,6 @@ def test_splitting_keeps_every_token_where_any_remainder_is_long_enough(lengths,
     ]
 
 
-@given(lengths=LENGTHS)
-def test_without_a_limit_documents_stay_whole(lengths):
-    for policy in get_args(LongSamples):
-        samples = cut(lengths, None, policy, min_length=1)
-        assert samples.length.tolist() == [length for length in lengths if length]
-        assert (samples.counts["truncated"], samples.counts["split"], samples.counts["dropped"]) == (0, 0, 0)
-
-
 def test_each_policy_counts_what_it_did():
     lengths = np.array([10, 21, 1, 0, 3])
     truncated, split, dropped = (cut(lengths, 10, policy, 2) for policy in ("truncate", "split", "drop"))
@@ -100,19 +92,3 @@ def test_samples_have_the_targets_of_their_labels_and_end_behind_the_last(docume
         else:
             assert length == whole
     assert samples.tokens_left_out + samples.length.sum() == lengths.sum()
-
-
-def test_without_spans_nothing_is_touched():
-    samples = cut(np.array([3, 9]), 4, "split", 2)
-    assert with_targets(samples, np.array([3, 9]), None) is samples
-
-
-def test_padding_behind_the_last_target_is_no_part_of_a_sample():
-    lengths = np.array([100])
-    labels = np.full(100, IGNORE)
-    labels[3:5] = 1
-    start, stop = spans_of(labels)
-    samples = with_targets(cut(lengths, None, "split", 2), lengths, TargetSpans(np.array(start), np.array(stop)))
-    assert samples.length.tolist() == [5]
-    assert samples.targets.tolist() == [2]
-    assert samples.tokens_left_out == 95

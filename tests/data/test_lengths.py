@@ -35,11 +35,6 @@ def test_jsonl_counts_tokens_and_bytes(tmp_path):
     assert read_lengths(str(tmp_path / "a.jsonl")).tolist() == [2, 3, 7, 9, 4]
 
 
-def test_txt_may_have_blank_lines_and_windows_line_ends(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"  7\r\n8 \r\n\r\n9\r\n\r\n")
-    assert read_lengths(tmp_path / "a.txt").tolist() == [7, 8, 9]
-
-
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [

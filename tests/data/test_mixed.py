@@ -31,11 +31,8 @@ def test_each_sample_is_that_of_its_domain(parts):
         mixed.tokens(7)
 
 
-def test_plain_domains_name_no_targets(parts):
-    assert MixedSource({"web": parts["web"], "more": parts["web"]}).targets is None
-
-
 def test_a_report_has_every_domain_and_their_sums(parts):
+    assert MixedSource({"web": parts["web"], "more": parts["web"]}).targets is None, "where none masks tokens"
     report = MixedSource(parts).report()
     assert (report["samples"], report["tokens"], report["targets"], report["longest"]) == (7, 32, 22, 5)
     assert report["domains"]["web"] == parts["web"].report()

@@ -38,19 +38,6 @@ def test_the_order_of_samples_does_not_depend_on_the_batch_size(size, seed, cuts
     assert after.epoch * size + after.consumed == len(indices)
 
 
-@given(size=SIZES, seed=SEEDS, batch=st.integers(1, 64), worlds=st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_the_global_batches_are_the_same_on_any_number_of_ranks(size, seed, batch, worlds):
-    one_rank = SampleOrder(size, seed)
-    state = one_rank.state()
-    for world in worlds:  # every step runs on another number of ranks, each rebuilt from the saved state
-        expected, one_rank = one_rank.take(batch)
-        ranks = [SampleOrder.from_state(state, size).take(batch) for _ in range(world)]
-        shares = [indices[rank::world].tolist() for rank, (indices, _) in enumerate(ranks)]
-        assert sorted(itertools.chain(*shares)) == sorted(expected.tolist())
-        assert {after for _, after in ranks} == {one_rank}
-        state = ranks[0][1].state()
-
-
 @given(size=SIZES, seed=SEEDS, before=st.lists(st.integers(1, 100), max_size=6), then=st.lists(st.integers(1, 100)))
 def test_a_saved_order_continues_as_if_never_stopped(size, seed, before, then):
     _, stopped = taken(SampleOrder(size, seed), before)

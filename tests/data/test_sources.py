@@ -2,7 +2,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data import stdlib
@@ -34,6 +33,7 @@ def library(tmp_path, monkeypatch):
 def test_the_library_is_its_files_sorted_by_path(library):
     source = open_source("python-stdlib", max_length=None)
     assert [bytes(source.tokens(i).tolist()) for i in range(3)] == [b"0123456789", b"print(1)\n", b"\xff\x00\xfe"]
+    assert source.tokens(0).flags.writeable
     assert source.report() == {
         "source": "python-stdlib",
         "documents": 5,
@@ -50,19 +50,6 @@ def test_the_library_is_its_files_sorted_by_path(library):
         "tokens_left_out": 1,
         "fingerprint": source.report()["fingerprint"],
     }
-
-
-def test_the_library_of_this_machine_has_a_heavy_tail():
-    source = open_source("python-stdlib", max_length=None)
-    assert len(source.lengths) > 300
-    assert source.lengths.max() > 5 * np.median(source.lengths)
-    again = open_source("python-stdlib", max_length=None)
-    assert again.report() == source.report()
-    for index in (0, len(source.lengths) // 2, int(np.argmax(source.lengths))):
-        tokens = source.tokens(index)
-        assert len(tokens) == source.lengths[index]
-        assert tokens.flags.writeable
-        assert tokens.tolist() == again.tokens(index).tolist()
 
 
 def test_a_library_that_changes_is_noticed(library):

@@ -18,12 +18,6 @@ def tokenizer_file(tmp_path):
     return files.tokenizer(tmp_path, words, begin="<s>", **clipped)
 
 
-def test_bytes_are_the_utf8_of_the_text():
-    tokenizer = open_tokenizer("bytes")
-    assert tokenizer.vocab_size == 256
-    assert bytes(tokenizer.encode("w\u00f6rter").tolist()).decode() == "w\u00f6rter"
-
-
 def test_a_file_keeps_its_special_tokens_but_neither_truncates_nor_pads(tokenizer_file):
     tokenizer = open_tokenizer(str(tokenizer_file))
     assert tokenizer.encode("two words two").tolist() == [1, 3, 7, 3]

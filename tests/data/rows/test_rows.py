@@ -36,15 +36,13 @@ def read(spec, tokenizer="bytes", **settings):
     return source, [(source.tokens(i).tolist(), source.labels(i).tolist()) for i in range(len(source.lengths))]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "arrow", "parquet"])
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
 @pytest.mark.parametrize("rows", [PAIRS, [{"messages": CHAT}, {"messages": CHAT[:3]}]], ids=["pairs", "chats"])
 def test_every_format_gives_the_same(tmp_path, rows, kind, plain_folder):
-    expected = read(write(tmp_path, rows), plain_folder)[1]
-    if kind != "jsonl":
-        assert read(table(tmp_path, kind, rows), plain_folder)[1] == expected
-    source, again = read(write(tmp_path, rows), plain_folder)
-    assert again == expected
-    assert source.targets.tolist() == [sum(label != IGNORE for label in labels[1:]) for _, labels in again]
+    source, expected = read(write(tmp_path, rows), plain_folder)
+    assert read(write(tmp_path, rows), plain_folder)[1] == expected, "of the cache"
+    assert read(table(tmp_path, kind, rows), plain_folder)[1] == expected
+    assert source.targets.tolist() == [sum(label != IGNORE for label in labels[1:]) for _, labels in expected]
     assert source.report()["targets"] == source.targets.sum() < source.report()["tokens"]
 
 
@@ -288,30 +286,6 @@ def test_other_extension_types_of_arrow_are_refused(tmp_path, plain_folder):
         read(str(tmp_path / "a.parquet"), plain_folder)
 
 
-THOUGHT = {**ANSWER, "reasoning_content": "it is returned"}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "one", "arguments": {"other": 1}}}]}
-QWEN3_CHATS = {
-    "one turn": CHAT[:3],
-    "turns": CHAT,
-    "thoughts": [QUESTION, THOUGHT, QUESTION, {**ANSWER, "content": "<think>\nbe brief\n</think>\n\nreturned"}],
-    "tools": [QUESTION, CALL, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, ANSWER],
-}
-
-
-@pytest.mark.parametrize("chat", QWEN3_CHATS.values(), ids=QWEN3_CHATS)
-def test_chats_of_qwen3_have_the_tokens_and_targets_of_trl(tmp_path, folder_with, chat):
-    """By the template that its folders hold, which renders the beginnings of chats otherwise."""
-    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
-    templates = Path(trl.__file__).parent / "chat_templates"
-    folder = folder_with((templates / "qwen3.jinja").read_text())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (templates / "qwen3_training.jinja").read_text()
-    rendered = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    labels = np.where(rendered["assistant_masks"], rendered["input_ids"], IGNORE).tolist()
-    assert {IGNORE} < set(labels)
-    assert read(write(tmp_path, [{"messages": chat}]), folder)[1] == [(rendered["input_ids"], labels)]
-
-
 def test_chats_need_a_template(tmp_path, bare_folder):
     for tokenizer, words in (
         (bare_folder, "^there is no chat template for line 1"),
@@ -343,10 +317,3 @@ def test_what_was_tokenised_is_read_without_the_tokenizer(tmp_path, plain_folder
     entry.write_bytes(entry.read_bytes()[:-4])
     with pytest.raises(EvenloadError, match=r"tokens is damaged\n"):
         read(spec, plain_folder)
-
-
-def test_a_cache_without_room_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "file"))
-    with pytest.raises(EvenloadError, match="cannot write into the cache"):
-        read(write(tmp_path, PAIRS))

@@ -238,7 +238,17 @@ REFUSED = {
     **{("llava_next", chat): "str object" for chat in CHATS},
 }
 """Chats that TRL's form does not take, either."""
-QUICK = ("glm4moe", "gptoss", "phi3", "deepseekv3", "nemotron_3_nano", "qwen3_5_think", "diffusion_gemma", "gemma")
+QUICK = (
+    "glm4moe",
+    "gptoss",
+    "phi3",
+    "deepseekv3",
+    "nemotron_3_nano",
+    "qwen3",
+    "qwen3_5_think",
+    "diffusion_gemma",
+    "gemma",
+)
 
 
 @cache
