@@ -2,16 +2,13 @@
 
 import builtins
 import json
-from collections import Counter
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from evenload import MixtureSampler
 from evenload.api import load_plugins
 from evenload.core.planning.planner import Draw
-from evenload.core.policies import DomainsToMix, Pool, SeenDomains, SeenSamples, chosen_policy, started, stepped
+from evenload.core.policies import Pool, SeenSamples, chosen_policy, started, stepped
 from evenload.core.registry import data_policies
 from evenload.runtime.adapters.projection import projection
 
@@ -79,10 +76,6 @@ def test_weights_are_those_of_the_global_batch_and_a_token_of_a_short_sample_cou
     policy, whole = chosen_policy("weight", "loss", {}, data_policies("weight")), samples(1)
     state, last = started(policy, whole)
     _, weights = stepped(policy, state, whole, last)
-    for ranks in (2, 3, 8):
-        order = np.random.default_rng(ranks).permutation(24)
-        _, own = stepped(policy, state, SeenSamples(whole.losses[order], whole.targets[order]), last)
-        assert own.tolist() == weights[order].tolist(), "whatever rank has a sample, in whatever micro-batch"
     halves = [SeenSamples(whole.losses[part], whole.targets[part]) for part in (slice(12), slice(12, 24))]
     apart = [stepped(policy, state, half, last[:12])[1] / 2 for half in halves]
     assert np.abs(np.concatenate(apart) / weights - 1).max() > 0.01, "weights of two micro-batches would be others"
@@ -90,30 +83,6 @@ def test_weights_are_those_of_the_global_batch_and_a_token_of_a_short_sample_cou
     alike = Draw(np.arange(24), lengths, {}, weight=np.full(24, 0.125))
     of_token = 0.125 / alike.weight_sums.sum()  # in L = sum_s w_s sum_t l / sum_s w_s n_s
     assert of_token == 1 / whole.targets.sum(), "one number, whatever the length of its sample"
-
-
-def test_no_sample_comes_again_before_all_of_its_domain_have_come():
-    """DataFlex draws every mixture with replacement, the first epoch too, and anew when shares change."""
-    sizes = {"chat": 40, "code": 300, "prose": 90}
-    policy = chosen_policy("mix", "odm", {"scale": 8.0}, data_policies("mix"))
-    state, answer = started(policy, DomainsToMix(tuple(sizes), (0.2, 0.5, 0.3), tuple(sizes.values())))
-    sampler = MixtureSampler(sizes, dict(zip(sizes, answer.shares, strict=True)), 16)
-    numbers, came, shares = iter(sampler), Counter[int](), set()
-    owners = sampler.names_of(range(sum(sizes.values())))
-    for step in range(40):
-        drawn = list(islice(numbers, 16))
-        names = sampler.names_of(drawn)
-        for number, name in zip(drawn, names, strict=True):
-            own = [came[other] for other, owner in enumerate(owners) if owner == name]
-            assert came[number] == min(own), f"step {step}: sample {number} of {name}"
-            came[number] += 1
-        counts = np.array([names.count(name) for name in sizes])
-        losses = counts * 10 * np.array([3.0, 1.0, 2.0]) * (1 - step / 80)
-        state, answer = stepped(policy, state, SeenDomains(losses, counts * 10, counts), answer)
-        shares.add(answer.shares)
-        sampler.set_shares(dict(zip(sizes, answer.shares, strict=True)))
-    assert len(shares) > 30
-    assert min(came[number] for number in range(40)) > 0, "the small domain was gone through"
 
 
 def test_gradients_are_projected_in_float64():

@@ -240,21 +240,6 @@ def test_near_duplicates_do_not_crowd_tsds():
     assert chances[:50].sum() < 0.5, "fifty copies count as one"
 
 
-def test_clusters_stand_for_their_members():
-    centres = RNG.normal(size=(4, 3)) * 10
-    rows = np.concatenate([centre + RNG.normal(size=(16, 3)) for centre in centres])
-    whole = Pool(RNG.permutation(64), 16, seed=2, embeddings=rows, query_gradients=np.array([[1.0, 0.0]]))
-    policy = chosen("cluster_less", cluster_size=16, representatives=3)
-    state, last = started(policy, whole._replace(gradients=np.zeros((12, 2))))
-    clusters = [cluster for cluster, _ in state["representatives"]]
-    assert len(clusters) <= 12
-    best = clusters[0]
-    gradients = np.array([[1.0, 0.1] if cluster == best else [-1.0, 0.5] for cluster in clusters])
-    _, numbers = stepped(policy, json.loads(json.dumps(state)), whole._replace(gradients=gradients), last)
-    members = [n for n, cluster in zip(state["numbers"], state["clusters"], strict=True) if cluster == best]
-    assert set(members[:16]) <= set(numbers.tolist()) or set(numbers.tolist()) <= set(members)
-
-
 def test_a_cluster_has_the_mean_score_of_its_representatives():
     """One that lies along the gradient wanted does not outweigh two against it; other members count nothing."""
     rng = np.random.default_rng(4)

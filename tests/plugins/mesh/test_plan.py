@@ -17,6 +17,7 @@ from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.plan import plan
 from evenload.plugins.mesh.settings import breaks
+from harness.cases import pairs
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -145,9 +146,11 @@ def test_hosts_of_whole_sequences_keep_the_cap_that_was_asked_for():
     assert any("400000 tokens run at once" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("engines", [[name] for name in ENGINE_NAMES] + [["hybrid", "all_to_all"]])
-@pytest.mark.parametrize("heads", [1, 8])
-@pytest.mark.parametrize(("ranks", "pp", "zero"), [(3, 2, None), (2, 1, None), (3, 1, 3), (1, 4, None)])
+@pairs(
+    ("engines", [[name] for name in ENGINE_NAMES] + [["hybrid", "all_to_all"]]),
+    ("heads", [1, 8]),
+    ("ranks, pp, zero", [(3, 2, None), (2, 1, None), (3, 1, 3), (1, 4, None)]),
+)
 def test_any_engines_plan(engines, heads, ranks, pp, zero):
     """Also where no cp_comm shares a sequence among so many ranks, and where chains are tried."""
     for cap in (256, 1 << 20):

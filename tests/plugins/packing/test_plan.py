@@ -63,7 +63,7 @@ def test_plans_depend_on_lengths_alone(lengths, ranks, random):
     assert one.step_s == pytest.approx(other.step_s, rel=0.05)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("count", "ranks"), [(512, 16), (512, 32), (4096, 64)])
 def test_within_one_percent_of_the_bound_when_no_sequence_exceeds_the_mean(seed, count, ranks):
     made = chain(ranks, max_tokens=16384)
@@ -91,11 +91,6 @@ def test_the_baselines_are_what_they_say():
     assert packs(stock) == [[0, 1], [2, 3], [4, 5]]
     assert [m.pad_to for m in stock.micro_batches] == [6, 4, 8]
     assert made.baseline("padded", batch).digest == stock.digest
-
-
-def test_a_sequence_over_the_cap_is_refused_with_its_length():
-    with pytest.raises(EvenloadError, match="sequence 1 has 300 tokens, the cap is 256"):
-        chain(2, slices="off").plan(as_lengths([5, 300]))
 
 
 def test_a_cap_that_another_plugin_set_is_named():

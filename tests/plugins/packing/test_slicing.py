@@ -109,20 +109,16 @@ def test_every_plan_keeps_the_laws_and_the_bound(lengths, ranks, pp, recompute, 
     made = planned(lengths, ranks, costs, pp=pp, in_step=equal and pp == 1, slices=slices, max_tokens=1024)
     busiest = max(predict(made, costs).busy_s)
     assert busiest >= lower_bound_s(made.lengths, made.limits, costs) * (1 - 1e-9)
-    if equal and pp == 1 and made.order:
-        kinds = {
-            "".join(op.kind for op in made.order[0] if op.micro_batch in set(made.of_rank(r, op.kind))) for r in [0]
-        }
-        assert len(kinds) == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed):
     """With recomputation backward groups are free, so both directions are even; sample-level packs are 2x off."""
     costs = COSTS.recomputed(0.0)
     lengths = np.append(heavy_tail(seed, 511, 20_000), 40_000)
     made = planned(lengths, 64, costs)
     assert made.backward
+    assert made.made_by == "packing (asymmetric)"
     assert max(micro_batch_imbalance(made, costs)) < 1.03
     # The bound grants the longest sequence that the forward of its last slice need not run.
     assert max(predict(made, costs).busy_s) < 1.15 * lower_bound_s(made.lengths, made.limits, costs)
@@ -135,6 +131,7 @@ def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed):
 def test_without_recomputation_a_backward_of_its_own_is_not_worth_a_forward():
     made = planned(np.append(heavy_tail(1, 511, 20_000), 40_000), 64)
     assert not made.backward
+    assert made.made_by == "packing"
     assert made.cut
     passes = [sum(COSTS.micro_batch_s(m)) for m in made.micro_batches]
     assert max(passes) / np.mean(passes) < 1.03
@@ -286,16 +283,6 @@ def test_own_backward_groups_are_taken_only_where_their_replays_fit():
     }
     assert made["large"].backward
     assert not made["small"].backward
-
-
-def test_a_plan_is_called_asymmetric_only_where_its_backward_has_groups_of_its_own():
-    costs = COSTS.recomputed(0.0)
-    apart = planned(np.append(heavy_tail(1, 511, 20_000), 40_000), 64, costs)
-    assert apart.backward
-    assert apart.made_by == "packing (asymmetric)"
-    alike = planned([100, 100, 100, 100], 4, costs)
-    assert not alike.backward
-    assert alike.made_by == "packing"
 
 
 def test_without_a_cap_replays_bring_a_long_chain_into_the_device():

@@ -283,14 +283,6 @@ def test_equal_questions_have_equal_answers():
     assert fitted(plan, at, CONFIG).digest == fitted(every, at, CONFIG).digest
 
 
-def test_later_stages_recompute_less():
-    """The first stage has most in flight. No head, which the last stage alone would hold."""
-    plan = capped(chunked([30] * 16, 30, limits(4, 6, beside={})), 0.4)
-    sums = [sum(row) for row in fitted(plan, context(4), CONFIG).recompute]
-    assert sums == sorted(sums, reverse=True)
-    assert sums[0] > sums[-1]
-
-
 def test_ranks_that_share_nothing_do_not_matter_to_each_other():
     """Rank 0 of two recomputes what it would alone, whatever the other one runs."""
     both = [90, 20, 60, 20, 30, 20, 25, 20]
@@ -377,15 +369,6 @@ def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused():
         fitted(tight, context(1), CONFIG)
 
 
-def test_replays_keep_nothing_to_recompute():
-    plan = chunked([60, 30, 20], 20, limits(2, 4))
-    replayed = capped(plan.revised(replayed=(0, 1)), 0.3)
-    found = check(fitted(replayed, context(2), CONFIG))
-    assert held(found) <= replayed.limits.max_activation_bytes
-    assert all(row[0] == row[1] == 0 for row in found.recompute)
-    assert any(map(any, found.recompute))
-
-
 def test_a_forward_that_will_run_again_can_be_the_fullest_pass():
     """It holds a layer of 60 tokens while 100 wait; the pass behind it fits. One layer of one of the two is enough.
 
@@ -401,7 +384,6 @@ def test_a_forward_that_will_run_again_can_be_the_fullest_pass():
 def test_without_a_solver_the_quick_answer_stands(missing, monkeypatch):
     plan, at = ragged(), context(4)
     quick = fitted(plan, at, GREEDY)
-    assert fitted(plan, at, CONFIG).recompute != quick.recompute
     assert fitted(plan, at, CONFIG, solver=False).recompute == quick.recompute
     monkeypatch.setitem(sys.modules, missing, None)
     assert fitted(plan, at, CONFIG).recompute == quick.recompute

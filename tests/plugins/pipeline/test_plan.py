@@ -118,15 +118,6 @@ def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs():
         chain(max_tokens=1024, activation_gib=cap / GIB / 50, recompute="off").plan(batch)
 
 
-def test_a_recipe_that_recomputes_everything_does_so_only_where_it_must():
-    batch = as_lengths(long_tail(16, 1024))
-    plan = chain(train={"recompute": True}).plan(batch)
-    assert plan.recompute
-    assert not any(map(any, plan.recompute))
-    off = chain(train={"recompute": True}, recompute="off").plan(batch)
-    assert not off.recompute
-
-
 @pytest.mark.parametrize("word", ["off", "auto", "on"])
 def test_weight_gradients_are_passes_of_their_own_only_where_they_may_be(word):
     batch = as_lengths(long_tail(32, 1024))

@@ -2,20 +2,18 @@
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.laws import check
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import certified_s, judge, outcome_of
-from evenload.core.recipe.recipe import parse
 
-load_plugins()
+from ..chains import chain_of
+
 LENGTHS = np.append(np.random.default_rng(5).integers(20, 500, 14), 2500)
 CAPS = {"ample": 1.0, "little": 0.35}
 
 
-def chain_of(layers, activation_gib=None, **train):
+def of_layers(layers, activation_gib=None, **train):
     section = {"enabled": True, "max_tokens": 512, "activation_gib": activation_gib}
-    recipe = parse(
+    return chain_of(
         {
             "model": {"num_layers": 12, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1024},
             "data": {"max_length": 4096},
@@ -24,17 +22,16 @@ def chain_of(layers, activation_gib=None, **train):
             "plugins": {"pipeline": section},
         }
     )
-    return PlanChain.of_recipe(recipe, recipe.layout(6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "recompute"), [([6, 4, 2], False), ([1, 4, 7], True)])
 def test_plans_keep_laws_memory_and_bounds(layers, recompute):
-    ample = chain_of(layers, recompute=recompute)
+    ample = of_layers(layers, recompute=recompute)
     whole = ample.plan(LENGTHS)
     held = outcome_of(whole, ample.context).activation_bytes
     for share in CAPS.values():
-        chain = chain_of(layers, share * float(held.max()) / 2**30, recompute=recompute)
+        chain = of_layers(layers, share * float(held.max()) / 2**30, recompute=recompute)
         plan = check(chain.plan(LENGTHS))
         found = judge(plan, chain.context)
         assert found.fits
@@ -47,7 +44,7 @@ def test_plans_keep_laws_memory_and_bounds(layers, recompute):
 
 
 def test_the_busiest_stage_is_the_one_with_most_layers():
-    chain = chain_of([6, 4, 2])
+    chain = of_layers([6, 4, 2])
     outcome = outcome_of(chain.plan(LENGTHS), chain.context)
     busy = outcome.busy_s.sum(axis=1)
     assert busy[0] > busy[1] > busy[2]

@@ -28,14 +28,6 @@ def test_order_statistics_are_those_of_all_outcomes(of, share):
         assert ended_by(keep, of, float(share)) == pytest.approx(float(chance), abs=1e-12)
 
 
-def test_lengths_end_as_order_statistics_say():
-    lengths = np.exp(6 + 0.7 * np.random.default_rng(0).standard_t(NU, size=(40_000, 12)))
-    eighth = np.sort(lengths, axis=1)[:, 7]
-    for tokens in (300, 500, 900):
-        share = float((lengths <= tokens).mean())
-        assert ended_by(8, 12, share) == pytest.approx((eighth <= tokens).mean(), abs=0.01)
-
-
 def test_as_many_samples_as_are_needed():
     of = samples_for(4, 6.0, 0.7, 500, 0.9)
     lengths = np.exp(6 + 0.7 * np.random.default_rng(0).standard_t(NU, size=(40_000, of)))
