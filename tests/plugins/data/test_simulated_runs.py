@@ -4,6 +4,7 @@ A step draws sequences by the shares of the last answer, cuts them over ranks an
 rank tells the losses of its own sequences; the policy is asked once, of all.
 """
 
+import builtins
 import json
 import math
 from typing import NamedTuple
@@ -115,3 +116,14 @@ def test_excess_is_neither_centred_nor_clipped():
         policy, state, SeenDomains(counts * 60.0, counts, counts, counts * np.array([40.0, 20, 0])), answer
     )
     assert answer.objective[0] / answer.objective[1] == pytest.approx(math.exp(0.1 * 20), rel=1e-12)
+
+
+def test_no_policy_reads_or_writes_a_file(monkeypatch):
+    """DataFlex reuses the cached selection of an older run without a word."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"a file: {args}")
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    for name in SETTINGS:
+        run(name, [2] * 8)
