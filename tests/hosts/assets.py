@@ -148,7 +148,6 @@ def _instruction(text: str, _: str) -> dict[str, Any]:
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """A prompt, the first third, and its answer."""
     return text[: len(text) // 3], text[len(text) // 3 :]
 
 

@@ -34,7 +34,6 @@ def ends(ranks: Sequence[Any], limit_s: float = 120.0, grace_s: float = 20.0) ->
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tiny models and ragged data."""
     folder = tmp_path_factory.mktemp("assets")
     import_module("assets").make(folder)
     return folder

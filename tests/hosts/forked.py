@@ -19,7 +19,6 @@ GRACE_S = 20.0
 
 
 def run_rank(rank: int, ranks: int, port: int, script: str) -> int:
-    """The exit code of the script in this process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:

@@ -41,7 +41,6 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def logged(self, name: str) -> dict[int, float]:
-        """The values of a key of the log by step."""
         return {row["step"]: row[name] for row in self.history if name in row}
 
 

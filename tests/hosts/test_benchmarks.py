@@ -41,12 +41,6 @@ def result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Result]:
         sys.modules.pop(name, None)
 
 
-def test_rows_of_missing_checkouts_say_so(result: Result) -> None:
-    rows = result("upstream.py")["rows"]
-    assert {row["script"] for row in rows} >= {"transformers run_clm.py", "trl sft.py", "peft train.py"}
-    assert all(row["missing"] == f"no {row['script'].split()[0]}/{row['path']}" for row in rows)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launched", [only_full(False), only_full(True)], ids=["forged", "launched"])
 def test_a_script_of_a_checkout_is_run_stock_and_with_evenload(

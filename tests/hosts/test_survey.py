@@ -31,11 +31,6 @@ def survey(benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark("survey")
 
 
-@pytest.fixture
-def functional_tests(benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark("functional_tests")
-
-
 def write(checkout: Path, kind: str, name: str, **content: object) -> None:
     folder = checkout / "tests" / "functional_tests" / "test_cases" / kind / name
     folder.mkdir(parents=True)
@@ -49,27 +44,6 @@ def test_recipes_without_a_micro_batch_are_no_training_recipes(survey: ModuleTyp
     read = survey.recipes(tmp_path)
     assert [(one.kind, one.name, one.mode) for one in read] == [("gpt", "a", "pretraining"), ("moe", "b", "inference")]
     assert read[0].variables == {"NCCL_ALGO": "Ring"}
-
-
-def test_flags_are_words_as_the_test_runner_gives_them(functional_tests: ModuleType) -> None:
-    flags = {"--bf16": True, "--swiglu": "true", "--sgd": False, "--seed": "${REPEAT}", "--split": "949,50,1"}
-    flags |= {"--scope": "[attn moe]", "--moe-layer-freq": "([0]*1+[1]*2)", "--layout": "Et\\|(tt\\|)*6mL"}
-    words = ["--bf16", "--swiglu", "--seed", "1", "--split", "949,50,1", "--scope", "attn", "moe"]
-    assert functional_tests.words(flags) == [*words, "--moe-layer-freq", "([0]*1+[1]*2)", "--layout", "Et|(tt|)*6mL"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        ({}, 8),
-        ({"--tensor-model-parallel-size": 4, "--pipeline-model-parallel-size": 4}, 16),
-        ({"--pipeline-model-parallel-size": 4, "--expert-model-parallel-size": 16}, 64),
-        ({"--tensor-model-parallel-size": 2, "--expert-model-parallel-size": 4, "--expert-tensor-parallel-size": 1}, 8),
-        ({"--context-parallel-size": 3}, 9),
-    ],
-)
-def test_a_layout_gets_ranks_that_it_divides(functional_tests: ModuleType, flags: dict[str, int], ranks: int) -> None:
-    assert functional_tests.world_size(flags) == ranks
 
 
 def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
@@ -100,9 +74,3 @@ def test_outcomes_of_upstreams_tests_are_compared_by_name(
     assert found[0] == {"t::a": "passed", "t::b": "failure"}
     assert unit_tests.differing(*found) == ["t::a: passed, skipped"]
     assert unit_tests.differing(found[0], {}) == ["t::a: passed, missing", "t::b: failure, missing"]
-
-
-def test_rows_of_packed_conversations_hold_each_once(benchmark: Callable[[str], ModuleType]) -> None:
-    rows = benchmark("sft_packs").best_fit([700, 400, 300, 600, 20])
-    assert sorted(length for row in rows for length in row) == [20, 300, 400, 600, 700]
-    assert max(sum(row) for row in rows) <= 1024

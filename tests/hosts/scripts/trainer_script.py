@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model on a folder of texts with Transformers' Trainer.
+"""Fine-tunes a causal language model on a folder of texts with Transformers' Trainer, or LoRA adapters of it with PEFT.
 
 torchrun --nproc-per-node 2 trainer_script.py --model MODEL --data FOLDER --output_dir OUT [any of TrainingArguments]
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
+from peft import LoraConfig, TaskType, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,6 +27,7 @@ class ScriptArguments:
     model: str
     data: str
     dtype: str = "float32"
+    lora_r: int = 0
 
 
 def main() -> None:
@@ -33,6 +35,9 @@ def main() -> None:
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(script.model)
     model = AutoModelForCausalLM.from_pretrained(script.model, dtype=getattr(torch, script.dtype))
+    if script.lora_r:
+        lora = LoraConfig(task_type=TaskType.CAUSAL_LM, r=script.lora_r, target_modules=["q_proj", "v_proj"])
+        model = get_peft_model(model, lora)
     data = load_dataset(script.data)
     data = data.map(
         lambda rows: tokenizer(rows["text"], truncation=True),

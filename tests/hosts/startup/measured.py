@@ -23,7 +23,6 @@ def note_step(*_: object) -> None:
 
 
 def leave() -> None:
-    """Write the file, if this process has trained."""
     if steps:
         path = os.path.join(os.environ["HOSTS_MEASURED"], os.environ.get("RANK", "0") + ".json")
         with open(path, "w") as file:

@@ -71,7 +71,6 @@ for name in TRAINING + SINCE_0_19:
 
 @wrapt.when_imported("megatron.training.arguments")
 def _in_float64(module):
-    """No argument asks for it."""
     validate = module.validate_args
 
     def validate_args(args, *words, **options):
@@ -210,7 +209,6 @@ def _count(module):
 
 
 def leave(rank):
-    """Write the file, if this process has trained."""
     if ends:
         with open(os.path.join(FOLDER, f"{rank}.json"), "w") as file:
             json.dump({"tokens": computed[0], "steps": [seconds for seconds, _ in ends], "log": []}, file)
