@@ -99,7 +99,7 @@ docs/deepspeed.md
   in float32, ZeRO 0 to 3, with and without recomputation: 4.7e-7
     integrations/deepspeed/test_shared.py::test_gradients_are_those_of_plain_training
   gradients within 5.0e-7, losses within 8e-8 in float32
-    integrations/deepspeed/pipeline/test_pipeline.py::test_two_stages_give_the_gradients_of_plain_training
+    integrations/deepspeed/pipeline/test_pipeline.py::test_stages_give_the_gradients_of_plain_training
   Adapters after three clipped and decayed steps, one of them without a tenant, stay within 2e-6 of it
     integrations/deepspeed/test_tenants.py::test_adapters_after_three_steps_are_those_of_each_tenant_alone
   with the same losses to 2e-6, and one from PP 2 here goes on there
@@ -532,7 +532,7 @@ docs/benchmarks/stages_2026-11-26.md
   float64, largest gradient error over parameters: stages of 1, 3 layers and of 2, 1, 1
     integrations/megatron/test_pipeline.py::test_drawn_schedules_give_the_gradients_of_plain_training
   DeepSpeed's pipeline, float32, 1, 3 layers: below 2e-6.
-    integrations/deepspeed/pipeline/test_pipeline.py::test_two_stages_give_the_gradients_of_plain_training
+    integrations/deepspeed/pipeline/test_pipeline.py::test_stages_give_the_gradients_of_plain_training
 docs/benchmarks/standing.md
   | evenload packing | 1.0030 | 1.0003 | 1.0000 | plugins/packing |
     benchmarks/planning/test_standing.py::test_what_a_row_claims_comes_out_again

@@ -111,7 +111,6 @@ def unfit_plans() -> tuple[str, int, str]:
 
 
 def other_exchange() -> str:
-    """Why copies are refused in a loop whose experts exchange tokens by DeepEP."""
     layer = AutoEPMoELayer.__new__(AutoEPMoELayer)
     torch.nn.Module.__init__(layer)
     layer.ep_size, layer.comm_backend = 2, DEEPEP_BACKEND

@@ -29,7 +29,6 @@ def _case(host: Any, name: str, number: int) -> PlannedSamples:
 
 
 def by_sample(names: list[str], **asked: Any) -> dict[str, Any]:
-    """Errors of rows and products of each plan, and what has changed of the host."""
     found: dict[str, Any] = {}
     with hosted(**asked) as host:
         samples = [_case(host, name, number) for number, name in enumerate(names)]
@@ -85,12 +84,10 @@ def _errors(one: Alone, scores: Any, samples: PlannedSamples) -> dict[str, float
 
 
 def _ranks(one: np.ndarray, other: np.ndarray) -> float:
-    """Spearman's correlation."""
     return float(np.corrcoef(one.argsort().argsort(), other.argsort().argsort())[0, 1])
 
 
 def _state(host: Any, samples: PlannedSamples) -> dict[str, torch.Tensor]:
-    """All that a step goes by, and the gradients of one."""
     result, gradients = host.gradients(*samples)
     kept = {f"weight {name}": weight for name, weight in host.weights().items()}
     kept |= {f"gradient {name}": gradient for name, gradient in gradients.items()}

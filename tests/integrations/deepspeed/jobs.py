@@ -83,7 +83,6 @@ def hosted(stage: int = 1, **asked: Any) -> Iterator[Any]:
 
 
 def gathered(host: Any) -> int:
-    """Parameters that ZeRO 3 holds whole on this rank."""
     states = [getattr(p, "ds_status", None) for p in host.engine.module.parameters()]
     return sum(state == ZeroParamStatus.AVAILABLE for state in states)
 
@@ -203,7 +202,6 @@ def _steps(host: Any, count: int) -> list[str]:
 
 
 def told(call: Callable[[], Any]) -> str:
-    """What an error says."""
     try:
         call()
     except EvenloadError as error:

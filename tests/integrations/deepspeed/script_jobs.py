@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed_tests.jobs import recipe, told
-from evenload.core.errors import EvenloadError, RankError
+from evenload.core.errors import EvenloadError
 from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.unmodified import loop
@@ -42,7 +43,6 @@ def rows_of(*lengths: int) -> Rows:
 
 
 def collate(rows: Rows, *, side: str = "right", fill: int = -100, width: int = 0) -> dict[str, torch.Tensor]:
-    """Padded on a side to the longest row; padding's labels are `fill`."""
     width = max(width, *map(len, rows))
 
     def padded(row: torch.Tensor, value: int) -> torch.Tensor:
@@ -64,14 +64,12 @@ def flatten(rows: Rows) -> Any:
     return DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": row} for row in rows])
 
 
-def start(
-    data: Any, collate_fn: Callable[..., Any], config: Any = None, *, size: int = 2, gas: int = 1, cap: int = 64
-) -> Any:
+def start(data: Any, collate_fn: Callable[..., Any], config: Any = None, *, size: int = 2, gas: int = 1) -> Any:
     """(engine, loader) of ``deepspeed.initialize`` in a script with an evenload section; size: rows a micro-batch."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SMALL), attn_implementation="sdpa")
     ds_config = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": gas, "gradient_clipping": 0.0}
-    ds_config |= {"zero_allow_untested_optimizer": True, "evenload": {"packing": {"enabled": True, "max_tokens": cap}}}
+    ds_config |= {"zero_allow_untested_optimizer": True, "evenload": {"packing": {"enabled": True, "max_tokens": 64}}}
     engine, _, loader, _ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
@@ -82,9 +80,18 @@ def start(
     return engine, loader
 
 
-class Drifting(list[torch.Tensor]):
-    """A dataset that gives other tokens at each reading."""
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """Inside, DeepSpeed reads the evenload section of a script."""
+    prepare_deepspeed()
+    init_world()
+    with Ledger() as ledger:
+        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
+        yield
+    loop.release()
 
+
+class Drifting(list[torch.Tensor]):
     def __getitem__(self, index: Any) -> Any:
         self.readings = getattr(self, "readings", 0) + 1
         return super().__getitem__(index) + self.readings
@@ -93,8 +100,6 @@ class Drifting(list[torch.Tensor]):
 def refusals() -> dict[str, str]:
     """Messages of what cannot be regrouped, on this rank; the rows at fault are some other rank's alone."""
     os.environ["PYTHON_EVENLOAD_REQUIRE"] = "1"
-    prepare_deepspeed()
-    init_world()
     chunked = Llama4TextConfig(**SMALL, attention_chunk_size=16, layer_types=["chunked_attention"] * 2)
     dynamic = LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters=DYNAMIC)
     routed = Qwen3MoeConfig(**SMALL, output_router_logits=True)
@@ -108,60 +113,35 @@ def refusals() -> dict[str, str]:
         "another sample": lambda: start(Drifting(rows_of(40, 3, 3, 3)), collate),
     }
     messages: dict[str, str] = {}
-    with Ledger() as ledger:
-        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
+    with switched_on():
         for name, case in cases.items():
             try:
                 _, loader = case()
                 next(iter(loader))
             except EvenloadError as error:
                 messages[name] = str(error)
-    loop.release()
     return messages
 
 
 def batches(kind: str) -> list[list[tuple[list[int], list[int]]]]:
     """What this rank's loader gives over an epoch: for each batch its segments as (tokens, labels), by positions."""
-    prepare_deepspeed()
-    init_world()
     forms = {"right": collate, "left": lambda rows: collate(rows, side="left"), "flattened": flatten}
-    with Ledger() as ledger:
-        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
+    with switched_on():
         _, loader = start(rows_of(30, 3, 1, 17, 9, 4, 22, 6), forms[kind], size=2, gas=2)
         result = []
         for batch, planned in ((batch, loader._handed_out[-1]) for batch in loader):
             tokens, labels = (batch[key][0].tolist() for key in ("input_ids", "labels"))
             result.append([(tokens[a:b], labels[a:b]) for a, b in pairwise(planned.pack.segments)])
-    loop.release()
     return result
-
-
-def unlike_plans() -> str:
-    """What this rank reads where its neighbour's section has another cap than its own."""
-    prepare_deepspeed()
-    world = init_world()
-    with Ledger() as ledger:
-        ledger.apply([*transformers.rows()[:1], *patch.rows()])
-        _, loader = start(rows_of(30, 3, 1, 17, 9, 4, 22, 6), collate, size=2, gas=2, cap=32 if world.rank else 64)
-        try:
-            next(iter(loader))
-            message = ""
-        except RankError as error:
-            message = str(error)
-    loop.release()
-    return message
 
 
 def losses_of_dummies(kind: str) -> dict[str, Any]:
     """A step in which a rank has one sample for two micro-batches: losses, and the weights' error to a plain step."""
-    prepare_deepspeed()
-    init_world()
     data = rows_of(60, 4, 5, 3)
     routed = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     windowed = MistralConfig(**SMALL, sliding_window=16)
     config = {"experts": Qwen3MoeConfig(**SMALL, **routed), "window": windowed, "": LlamaConfig(**SMALL)}[kind]
-    with Ledger() as ledger:
-        ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
+    with switched_on():
         engine, loader = start(data, collate, config, size=1, gas=2)
         plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         plain.load_state_dict(engine.module.state_dict())
@@ -173,7 +153,6 @@ def losses_of_dummies(kind: str) -> dict[str, Any]:
             engine.step()
             losses.append(float(loss.detach()))
         moved = {name: p.detach() for name, p in engine.module.named_parameters()}
-    loop.release()
     targets = sum(len(row) - 1 for row in data)
     for row in data:
         (plain(**collate([row])).loss * (len(row) - 1) / targets).backward()
@@ -184,9 +163,7 @@ def losses_of_dummies(kind: str) -> dict[str, Any]:
 def misuse() -> dict[str, Any]:
     """A script's engine in one process, used as a script should not; messages of the errors, and what is left after."""
     os.environ["PYTHON_EVENLOAD_REQUIRE"] = "1"
-    prepare_deepspeed()
-    init_world()
-    ledger, said = Ledger(), {}
+    said: dict[str, Any] = {}
 
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         (row,) = rows
@@ -203,8 +180,7 @@ def misuse() -> dict[str, Any]:
         return engine, loader
 
     section = {"packing": {"enabled": True, "max_tokens": 64}}
-    with ledger:
-        ledger.apply(patch.rows())
+    with switched_on():
         said["unknown key"] = told(lambda: make({"packin": {}}))
         said["unmanaged"] = told(lambda: make(section, managed_gradient_accumulation=False))
         engine, loader = make(section, collate_fn=lambda rows: {"x": rows[0][None]})
@@ -227,7 +203,6 @@ def misuse() -> dict[str, Any]:
         said["returned"] = [float(loss.detach()), float(returned)]
         engine.step()
         said["attention"] = [engine.module.config._attn_implementation]
-    loop.release()
     said["attention"].append(engine.module.config._attn_implementation)
     said["disabled inside an epoch"] = told(lambda: next(batches) and next(batches))
     said["stock again"] = type(iter(loader)).__name__

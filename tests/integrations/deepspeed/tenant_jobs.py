@@ -39,7 +39,6 @@ def company(**asked: Any) -> Iterator[tuple[Any, list[AdapterState]]]:
 
 
 def exactness(names: list[str], **asked: Any) -> dict[str, Any]:
-    """Errors of each tenant under every plan, what of the base has moved, and what of it stays gathered."""
     with company(**asked) as (host, starts):
         before = host.weights()
         plans = [(name, with_tenants(planned(host, name))) for name in names]
@@ -61,7 +60,6 @@ def three_steps(names: list[str], **asked: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _scored(host: Any, plan: Any, alone: Any) -> dict[str, float]:
-    """Errors of a forward through each sequence's own tenant."""
     data = tokens()
     scores, logits = host.score(plan, data), host.logits(plan, data)
     errors = {"score": 0.0, "logits": 0.0}

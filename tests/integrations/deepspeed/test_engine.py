@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
-from harness.proof import ROUNDING, caught, exact
 
 pytestmark = pytest.mark.slow
 
@@ -13,19 +12,10 @@ BF16 = {"grad": 3e-2, "norm": 3e-2}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_those_of_plain_training(on_ranks, stage):
-    results = on_ranks(2, "exactness", stage=stage, names=PACKS)
-    exact([result["found"][0] for result in results], ROUNDING)
-    assert all(result["moved"] == 0 for result in results)
-    first, second = (result["describe"] for result in results)
+def test_gradients_are_those_of_plain_training(exactness, stage):
+    first, second = (result["describe"] for result in exactness(2, stage=stage, names=PACKS))
     assert first["zero_stage"] == stage
     assert first["parameters"] == second["parameters"] > 10_000
-
-
-@pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
-def test_every_family(on_ranks, family):
-    names = ["packs", "packs, padded", "slices, half replayed"]
-    exact([result["found"][0] for result in on_ranks(2, "exactness", stage=2, family=family, names=names)], ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +25,12 @@ def test_every_family(on_ranks, family):
         (2, 1, ["packs", "slices, half replayed"]),
         only_full(2, 2, [*PACKS, "slices, half replayed", "regrouped"]),
         (2, 3, ["packs", "5"]),
-        (4, 1, ["ring", "chain"]),
+        only_full(4, 1, ["ring", "chain"]),
         only_full(4, 3, ["ring", "hybrid", "chain, half replayed"]),
     ],
 )
-def test_bf16_within_its_rounding(on_ranks, ranks, stage, names):
-    results = on_ranks(ranks, "exactness", stage=stage, recompute=stage >= 2, dtype="bf16", names=names)
-    exact([result["found"][0] for result in results], 1e-2, **BF16)
+def test_bf16_within_its_rounding(exactness, ranks, stage, names):
+    exactness(ranks, 1e-2, BF16, stage=stage, recompute=stage >= 2, dtype="bf16", names=names)
 
 
 FAULTS = [
@@ -56,17 +45,11 @@ FAULTS = [
     [
         *((1, *row) for row in FAULTS[:2]),
         (3, *FAULTS[2]),
-        only_full(0, *FAULTS[0]),
-        only_full(2, *FAULTS[0]),
-        only_full(3, *FAULTS[0]),
+        *(only_full(stage, *FAULTS[0]) for stage in (0, 2, 3)),
     ],
 )
-def test_planted_faults_are_caught(on_ranks, stage, names, faults):
-    results = on_ranks(2, "exactness", stage=stage, names=names, faults=["", *faults, ""])
-    sound, *broken, again = ([result["found"][i] for result in results] for i in range(len(faults) + 2))
-    exact(sound, ROUNDING)
-    exact(again, ROUNDING)
-    assert [name for name, found in zip(faults, broken, strict=True) if not caught(found)] == []
+def test_planted_faults_are_caught(unnoticed, stage, names, faults):
+    assert unnoticed(2, faults, stage=stage, names=names) == []
 
 
 RUNS = {

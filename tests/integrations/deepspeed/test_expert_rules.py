@@ -14,16 +14,14 @@ from evenload.core.recipe.sizes import shape_of
 SIZES = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 97}
 
 
+UNKNOWN = {"score": "sigmoid", "capacity_factor": 1.0, "shared_ffn_hidden_size": 8, "dispatcher": "allgather"}
+UNKNOWN |= dict.fromkeys(("z_loss", "sequence_aux_loss", "batch_aux_loss"), 0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.moe.score": "sigmoid"}, "know no model.moe.score"),
-        ({"model.moe.z_loss": 0.1}, "know no model.moe.z_loss"),
-        ({"model.moe.sequence_aux_loss": 0.1}, "know no model.moe.sequence_aux_loss"),
-        ({"model.moe.batch_aux_loss": 0.1}, "know no model.moe.batch_aux_loss"),
-        ({"model.moe.capacity_factor": 1.0}, "know no model.moe.capacity_factor"),
-        ({"model.moe.shared_ffn_hidden_size": 8}, "know no model.moe.shared_ffn_hidden_size"),
-        ({"model.moe.dispatcher": "allgather"}, "know no model.moe.dispatcher"),
+        *(({f"model.moe.{key}": value}, f"know no model.moe.{key}") for key, value in UNKNOWN.items()),
         ({"model.moe.every": 2}, "every layer of Transformers' mixtral has experts"),
         ({"parallel.pp": 2}, "run dense models alone"),
         ({"parallel.ep": 2, "deepspeed.zero_stage": 0, "train.dtype": "bf16"}, "does not know divided experts"),

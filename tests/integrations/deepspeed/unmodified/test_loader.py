@@ -14,8 +14,6 @@ from evenload.integrations.deepspeed.unmodified.loader import EngineHold, Planne
 
 
 class Stock(SimpleNamespace):
-    """DeepSpeed's loader as far as a planned one asks for it."""
-
     def __len__(self) -> int:
         return self.num_batches  # type: ignore[no-any-return]
 

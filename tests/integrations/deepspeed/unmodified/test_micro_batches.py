@@ -17,7 +17,6 @@ COSTS = from_totals("test", token_s=1.0, square_s=0.01, launch_s=3.0)
 
 
 def _plan(packs_of_ranks, *, together=False, pad_to=0):
-    """A plan from the lengths of each pack of each rank."""
     lengths, micro_batches = [], []
     for rank, packs in enumerate(packs_of_ranks):
         for pack in packs:

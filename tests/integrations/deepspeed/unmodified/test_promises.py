@@ -51,9 +51,3 @@ def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks, kind):
             assert result["losses"][0] == result["losses"][1]
         else:
             assert result["losses"][0] != result["losses"][1]
-
-
-def test_ranks_with_unlike_plans_read_the_same_before_a_batch_is_handed_out(on_ranks):
-    first, second = on_ranks(2, "script_jobs.unlike_plans")
-    assert first == second
-    assert first.startswith("step 1: the ranks hold different plans: no side has a majority")

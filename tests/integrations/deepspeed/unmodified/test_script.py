@@ -28,12 +28,10 @@ NUMBERS = [f"evenload_{name}" for name in ("plan_s", "predicted_s", "predicted_i
 SECTION = {"evenload": {"packing": {"enabled": True, "max_tokens": CAP, "slices": "even"}}}
 
 
-def _start(scripted, folder, ds_config, *words, evenload=True):
-    """Run the script on 2 ranks; returns the finished process."""
+def _start(scripted, folder, ds_config, *words):
     (folder / "ds.json").write_text(json.dumps(ds_config))
-    programme = [WITH_EVENLOAD, SCRIPT] if evenload else [SCRIPT]
     words = ("--ds-config", folder / "ds.json", "--out", folder, *words)
-    return scripted("deepspeed", folder, *programme, *words, ranks=RANKS)
+    return scripted("deepspeed", folder, WITH_EVENLOAD, SCRIPT, *words, ranks=RANKS)
 
 
 def _results(folder, stage):
@@ -111,38 +109,11 @@ def test_activation_checkpointing_changes_nothing_and_a_monitor_gets_the_numbers
     assert relative < 1e-5
 
 
-def test_without_evenload_the_script_runs_and_steps_are_not_exact(tmp_path, plain, scripted):
-    done = _start(scripted, tmp_path, DS_CONFIG | SECTION, "--stages", "1", evenload=False)
-    results = _results(tmp_path, 1)
-    assert results, done.stderr[-3000:]
-    assert any(rows > 1 for rows, _ in results[0]["shapes"])
-    assert _errors(results[0]["weights"], plain)[1] > 1e-2
-
-
-def test_without_the_section_the_rows_change_nothing(tmp_path, plain, scripted):
-    done = _start(scripted, tmp_path, DS_CONFIG, "--stages", "1")
-    _assert_restored(done)
-    stock = _results(tmp_path, 1)
-    assert any(rows > 1 for rows, _ in stock[0]["shapes"])
-
-
-ONE_SIDED = """
-import os, evenload
-from evenload.integrations.unmodified.planned_runs import watch_process
-if os.environ["RANK"] == "0":
-    watch_process()
-    evenload.enable({recipe!r})
-"""
-
-
-def test_a_rank_without_evenload_is_named_and_not_waited_for(tmp_path, scripted):
-    (tmp_path / "recipe.yaml").write_text("trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 160}}\n")
-    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    words = ("--ds-config", tmp_path / "ds.json", "--out", tmp_path)
-    planted = ONE_SIDED.format(recipe=str(tmp_path / "recipe.yaml"))
-    done = scripted("deepspeed", tmp_path, SCRIPT, *words, ranks=RANKS, planted=planted)
-    assert done.returncode == 1
-    assert done.stderr.count("evenload: ") == done.stderr.count("evenload: rank 1 of 2 runs without evenload") == 1
+def test_without_the_section_the_rows_change_nothing_and_steps_are_not_exact(tmp_path, plain, scripted):
+    _assert_restored(_start(scripted, tmp_path, DS_CONFIG, "--stages", "1"))
+    stock, _ = _results(tmp_path, 1)
+    assert any(rows > 1 for rows, _ in stock["shapes"])
+    assert _errors(stock["weights"], plain)[1] > 1e-2
 
 
 def test_a_batch_that_cannot_fit_stays_as_it_is_and_names_what_to_raise(tmp_path, scripted):
