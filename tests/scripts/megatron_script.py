@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQ_LENGTH, VOCABULARY, MICRO_BATCH, NUM_MICRO_BATCHES, STEPS = 64, 128, 2, 3, 3
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,42 +67,43 @@ def forward_step(shapes, data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def build(dtype, positions, overlap):
-    exact = dtype == torch.float64
-    half = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
-    pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        **half,
-        pipeline_dtype=dtype,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        calculate_per_token_loss=True,
-        attention_softmax_in_fp32=False,
-        deallocate_pipeline_outputs=pipelined,
-    )
+def gpt(dtype, longest, vocabulary=VOCABULARY, positions="rope", **own):
+    """(config, model) of this rank's part; ``own``: fields of the config."""
+    size = {
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+    }
+    no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    types = {"params_dtype": dtype, "pipeline_dtype": dtype, "attention_softmax_in_fp32": False}
+    config = TransformerConfig(**{**SHAPE, **size, **no_dropout, **types, **own})
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQ_LENGTH,
+        vocab_size=vocabulary,
+        max_sequence_length=longest,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type=positions,
     )
-    if exact:
-        model.double()
+    return config, model.double() if dtype == torch.float64 else model
+
+
+def wrapped(config, model, **own):
+    """The model for data parallelism."""
+    ddp_config = DistributedDataParallelConfig(**own)
+    config.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
+
+
+def build(dtype, positions, overlap):
+    exact = dtype == torch.float64
+    half = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+    pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    own = {**half, "calculate_per_token_loss": True, "deallocate_pipeline_outputs": pipelined}
+    config, model = gpt(dtype, SEQ_LENGTH, positions=positions, **own)
     if any(half.values()):
         model = Float16Module(config, model)
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, use_distributed_optimizer=not exact)
-    model = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
-    config.finalize_model_grads_func = finalize_model_grads
+    model = wrapped(config, model, overlap_grad_reduce=overlap, use_distributed_optimizer=not exact)
     if overlap:
         config.no_sync_func = model.no_sync
     optimizer = get_megatron_optimizer(
@@ -162,6 +164,19 @@ def train(dtype, positions, overlap):
     }
 
 
+def begin(tp, pp):
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    parallel_state.initialize_model_parallel(tp, pp)
+
+
+def end():
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -171,17 +186,12 @@ def main():
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    begin(args.tp, args.pp)
     rank = torch.distributed.get_rank()
     for name in args.dtypes:
         result = train(DTYPES[name], args.positions, args.overlap)
         torch.save(result, args.out / f"{name}.rank{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

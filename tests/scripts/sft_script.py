@@ -4,22 +4,21 @@ torchrun --nproc-per-node 2 sft_script.py --out FOLDER [--forms sft bridge ...] 
 """
 
 import argparse
-import os
+import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+
+sys.path.append(str(Path(__file__).parent))
+from megatron_script import begin, end, gpt, wrapped
 
 SEQ_LENGTH, VOCABULARY, NUM_MICRO_BATCHES, STEPS = 64, 128, 3, 2
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -167,31 +166,7 @@ def bridge_step(state, data_iterator, model, return_schedule_plan=False):
 
 
 def build(dtype, per_token):
-    config = TransformerConfig(
-        **SHAPE,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        calculate_per_token_loss=per_token,
-        attention_softmax_in_fp32=False,
-    )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=2 * SEQ_LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-    )
-    if dtype == torch.float64:
-        model.double()
-    model = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=model)
-    config.finalize_model_grads_func = finalize_model_grads
-    return model
+    return wrapped(*gpt(dtype, 2 * SEQ_LENGTH, VOCABULARY, calculate_per_token_loss=per_token, **SHAPE))
 
 
 def call(form, model, data, shapes, num_microbatches=NUM_MICRO_BATCHES):
@@ -235,15 +210,10 @@ def main():
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    begin(args.tp, args.pp)
     results = {form: train(form, DTYPES[args.dtype]) for form in args.forms}
     torch.save(results, args.out / f"rank{torch.distributed.get_rank()}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end()
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
 """A loop on TensorDicts, which calls Megatron's schedule as verl's engine does; it knows nothing of evenload."""
 
+import sys
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData, NonTensorStack
+
+sys.path.append(str(Path(__file__).parent))
+from megatron_script import gpt, wrapped
 
 VOCABULARY, ROWS, ROWS_OF_MICRO_BATCH, RESPONSE, STEPS = 128, 6, 2, 12, 2
 
@@ -37,7 +38,6 @@ def row(index):
 
 
 def data(index):
-    """This rank's part of a step's batch."""
     rank = parallel_state.get_data_parallel_rank()
     rows = [row(1000 * index + ROWS * rank + i) for i in range(ROWS)]
     batch = TensorDict({"old_log_probs": torch.stack([r[2] for r in rows])}, batch_size=[ROWS])
@@ -163,34 +163,8 @@ def forward_backward_batch(batch, model, loss_function, shapes):
 
 
 def build(per_token):
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.float64,
-        pipeline_dtype=torch.float64,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        calculate_per_token_loss=per_token,
-        attention_softmax_in_fp32=False,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
-    )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-    ).double()
-    model = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=model)
-    config.finalize_model_grads_func = finalize_model_grads
-    return model
+    own = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    return wrapped(*gpt(torch.float64, 64, VOCABULARY, calculate_per_token_loss=per_token, **own))
 
 
 def train(loss, per_token=False):
