@@ -50,7 +50,6 @@ def frozen(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def families() -> Any:
-    """The module families.py, with all plugins."""
     from evenload.api import load_plugins
 
     load_plugins()

@@ -19,11 +19,8 @@ from typing import Any
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.integrations.huggingface.models import refuse_unsupported
-from evenload.integrations.unmodified import planned_loop, planned_runs
-from evenload.patches.session import enabled
-from evenload.runtime.attributes import with_attributes
 from torch.overrides import TorchFunctionMode
-from trainer_runs import Gradients, Keep, arguments, collate, error_of, recipe
+from trainer_runs import Gradients, Keep, arguments, collate, error_of, planned_by, recipe
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -156,15 +153,13 @@ def gradients_of(model: Any) -> Gradients:
 
 def planned() -> Any:
     """A session of evenload that packs."""
-    return enabled(recipe(packing={"max_tokens": 8192}))
+    return planned_by(recipe(packing={"max_tokens": 8192}))
 
 
 def outcome(family: str) -> tuple[str, float]:
     """What becomes of a family, and the largest relative error of a gradient against the stock Trainer's where it is
     planned: "planned", "padded groups" where it runs no packs; "stock: WHY", left as it is with a word; "refused: WHY";
     "none: WHY", where Transformers' own step does not run at this size."""
-    planned_runs._idle.clear()
-    before = planned_runs._steps.copy()
     try:
         model = tiny(family)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -174,29 +169,16 @@ def outcome(family: str) -> tuple[str, float]:
         return f"none: {_first_line(error)}", 0.0
     model.load_state_dict(weights)
     model.zero_grad()
-    plans: list[Any] = []
     try:
-        with Wide(), planned(), with_attributes(planned_loop, report_step=_reporting(plans)):
+        with Wide(), planned() as seen:
             own = gradients_of(model)
     except EvenloadError as error:
         return f"refused: {error.found}", 0.0
-    if planned_runs._idle:
-        (idle,) = planned_runs._idle
-        return f"stock: {idle.why.split(' (')[0]}", difference(own, stock)
-    assert planned_runs._steps != before, "neither planned nor a word"
-    error_of_step, said = difference(own, stock), "padded groups" if plans[-1].limits.padded else "planned"
-    return said, error_of_step
-
-
-def _reporting(plans: list[Any]) -> Any:
-    """`report_step`, which keeps the plans."""
-    report = planned_loop.report_step
-
-    def keeping(name: str, chain: Any, plan: Any, **more: Any) -> None:
-        plans.append(plan)
-        report(name, chain, plan, **more)
-
-    return keeping
+    if seen.idle:
+        (why,) = seen.idle
+        return f"stock: {why.split(' (')[0]}", difference(own, stock)
+    assert seen.plans, "neither planned nor a word"
+    return "padded groups" if seen.plans[-1].limits.padded else "planned", difference(own, stock)
 
 
 LONGEST = 8192

@@ -67,18 +67,10 @@ class MeansOfRows(LlamaForCausalLM):
 
 
 class WeightPenalty(LlamaForCausalLM):
-    def penalty(self, out: Any) -> Any:
-        return sum(p.pow(2).sum() for p in self.parameters())
-
     def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
         out = super().forward(input_ids, attention_mask, position_ids, labels=labels, **more)
-        out.loss = out.loss + 1e-2 * self.penalty(out)
+        out.loss = out.loss + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
         return out
-
-
-class PenaltyOfScores(WeightPenalty):
-    def penalty(self, out: Any) -> Any:
-        return out.logits.logsumexp(-1).pow(2).mean()
 
 
 class Logs(Trainer):
@@ -97,14 +89,6 @@ class Means(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs.pop("labels")
         return loss_of(model(**inputs).logits, labels)
-
-
-class Masks(Trainer):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super()._prepare_inputs(inputs)
-        labels = inputs["labels"].clone()
-        labels[:, :4] = -100
-        return {**inputs, "labels": labels}
 
 
 class ByRows(Trainer):
@@ -182,8 +166,6 @@ class Reference(Trainer):
 
 
 class WarmingUp(Trainer):
-    """A loss that grows with each of its first calls."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.calls = count(1)
@@ -220,7 +202,6 @@ MODELS = {
     "positions counted by the mask": CountedPositions,
     "means of rows": MeansOfRows,
     "weight penalty": WeightPenalty,
-    "penalty of scores": PenaltyOfScores,
     "far places": Far,
     "random": Drawing,
     "noisy": Noisy,
@@ -229,7 +210,6 @@ MODELS = {
 TRAINERS = {
     "logs": Logs,
     "means": Means,
-    "masks": Masks,
     "flattened, cached": Cached,
     "by rows": ByRows,
     "shifted before": ShiftedBefore,

@@ -8,28 +8,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from evenload.core.errors import RankError
-from evenload.integrations.transformers import accelerate_loop
-from evenload.patches.session import enabled
-from evenload.runtime.attributes import with_attributes
-from evenload.runtime.world import agreement
-from evenload.runtime.world.agreement import rank_and_size
-from rank_changes import adapted_by_older, clamped, hooked, masked, prompted
-from rank_trainer import build_model, double_loss, samples_of
+from own_trainers import flattened
+from rank_changes import NOT_LINEAR, adapted_by_older, clamped, hooked, masked, prompted
+from rank_trainer import build_model, double_loss, embedded_tokens, samples_of
 from torch.utils.data import DataLoader
-from trainer_runs import collate, forget_layout, recipe
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    DataCollatorWithFlattening,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from trainer_runs import collate, forget_layout
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 from variants import Ran, Variants
 
 LENGTHS = [61, 5, 17, 33, 9, 50, 3, 40, 26, 11, 44, 7, 12, 30, 21, 8]
 
-script = Variants(lambda loop: loop().run(), accelerate_loop, max_tokens=256)
+script = Variants(lambda loop: loop().run(), max_tokens=256)
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
@@ -42,7 +31,6 @@ class Loop:
 
     accumulated = 2
     prepares_loader = True
-    batch_size = 2
     change: Callable[[Any], Any] = staticmethod(lambda model: model)
 
     def build(self) -> Any:
@@ -64,7 +52,7 @@ class Loop:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         own = rows[self.accelerator.process_index :: self.accelerator.num_processes]
-        loader = DataLoader(rows if self.prepares_loader else own, self.batch_size, collate_fn=self.collate)
+        loader = DataLoader(rows if self.prepares_loader else own, 2, collate_fn=self.collate)
         self.held_out = DataLoader(rows[:4], batch_size=2, collate_fn=collate)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
         self.loader = self.accelerator.prepare(loader) if self.prepares_loader else loader
@@ -110,12 +98,6 @@ class Evaluating(Loop):
                 self.losses += [float(self.model(**batch).loss) for batch in self.held_out]
 
 
-class WholeEpoch(Loop):
-    """Half of the samples are one step's, so that a cap makes a difference; the first half is watched."""
-
-    batch_size = 4
-
-
 class OneLength(Loop):
     def samples(self) -> list[Any]:
         return samples_of([24] * 8)
@@ -142,8 +124,6 @@ class UnpreparedLoader(Loop):
 
 @script.planned(2)
 class TwoLossesClipped(Loop):
-    """Two batches, one backward."""
-
     def epoch(self) -> None:
         batches = list(self.loader)
         for one, other in zip(batches[::2], batches[1::2], strict=True):
@@ -185,54 +165,17 @@ class ByTokens(Loop):
             self.update()
 
 
-@script.planned(3)
-class Closure(Loop):
-    accumulated = 1
-
-    def epoch(self) -> None:
-        for batch in self.loader:
-
-            def closure(batch: Any = batch) -> Any:
-                loss = self.model(**batch).loss
-                self.backward(loss)
-                return loss
-
-            closure()
-            self.update()
-
-
-@script.planned(3)
-class NamesOfSamples(Loop):
-    """A collate function of the user's own that hands the names of samples on."""
-
-    def collate(self, rows: list[Any]) -> dict[str, Any]:
-        return super().collate(rows) | {"sample_ids": torch.arange(len(rows)), "sample_names": ["one"] * len(rows)}
-
-
-@script.planned(3)
-class MaskingHooks(Loop):
-    change = hooked(masked)
-
-
-@script.stays("a hook on a parameter changes gradients, and not in proportion to them")
-class ClampingHooks(Loop):
-    change = hooked(clamped)
-
-
-@script.stays("PromptTuningConfig")
-class PromptTuning(Loop):
-    change = staticmethod(prompted)
-
-
-@script.planned(3)
-class OlderAdapters(Loop):
-    change = staticmethod(adapted_by_older)
+for mark, name, change in (
+    (script.planned(3), "MaskingHooks", hooked(masked)),
+    (script.planned(3), "OlderAdapters", adapted_by_older),
+    (script.stays(NOT_LINEAR), "ClampingHooks", hooked(clamped)),
+    (script.stays("PromptTuningConfig"), "PromptTuning", prompted),
+):
+    mark(type(name, (Loop,), {"change": staticmethod(change)}))
 
 
 @script.planned(3)
 class Windowed(Loop):
-    """A model that sees less than its longest sample."""
-
     def build(self) -> Any:
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -251,13 +194,6 @@ class OwnAttention(Loop):
 
 
 @script.planned(3)
-class ByKeywords(Loop):
-    def loss(self, batch: Any) -> Any:
-        mask, labels = batch["attention_mask"], batch["labels"]
-        return self.model(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss
-
-
-@script.planned(3)
 class WithoutMask(Loop):
     def loss(self, batch: Any) -> Any:
         del batch["attention_mask"]
@@ -265,15 +201,8 @@ class WithoutMask(Loop):
 
 
 class Flattened(Loop):
-    """All samples of a batch in one row."""
-
     def collate(self, rows: list[Any]) -> dict[str, Any]:
-        return DataCollatorWithFlattening(return_tensors="pt")(
-            [
-                {key: torch.as_tensor(value).tolist() for key, value in row.items() if key != "attention_mask"}
-                for row in rows
-            ]
-        )
+        return flattened(rows)
 
 
 @script.stays("the script's own rows let their samples see each other")
@@ -359,16 +288,8 @@ class WithLogits(Loop):
         return outputs.loss + 1e-3 * torch.logsumexp(outputs.logits, -1).square().mean()
 
 
-@script.stays("is not the model's own, nor a multiple of it")
-class WithAPenalty(Loop):
-    def loss(self, batch: Any) -> Any:
-        return self.model(**batch).loss + 1e-2 * next(self.model.parameters()).square().sum()
-
-
 @script.refused("is not the model's own, nor a multiple of it")
 class SquaredLater(Loop):
-    """From the third batch on."""
-
     def loss(self, batch: Any) -> Any:
         loss = self.model(**batch).loss
         return loss**2 if len(self.losses) > 1 else loss
@@ -401,25 +322,11 @@ class WithoutAcceleratorsBackward(Loop):
 
 
 def one_length() -> dict[str, Any]:
-    """The plain loop over samples of one length."""
     return script.compared(OneLength)
 
 
 def filled_up() -> dict[str, Any]:
     """The plain loop with packs of a multiple of tokens, and the tokens of each."""
-    embed, ran = torch.nn.Embedding.forward, []
-    noting = {"forward": lambda own, ids: ran.append(ids.numel()) or embed(own, ids)}
-    with with_attributes(torch.nn.Embedding, **noting):
+    with embedded_tokens() as ran:
         result = script.compared(Loop, round_tokens=64)
     return result | {"ran": ran[-len(result["planned"]) :]}
-
-
-def unlike_recipes() -> str:
-    """What this rank reads whose recipe has another cap than its neighbour's, and that no roll call has compared."""
-    own = recipe(packing={"max_tokens": 48 << 2 * rank_and_size()[0]})
-    try:
-        with enabled(own), with_attributes(agreement, before_first=None):
-            WholeEpoch().run()
-    except RankError as error:
-        return str(error)
-    return "no error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +50,25 @@ def losses() -> list[Any]:
     return found
 
 
+def verdict_of(folder: Path, train: Callable[[], None], name: str = "recipe") -> dict[str, Any] | None:
+    """What `evenload audit` judges of a training function."""
+
+    def end() -> None:
+        raise EndedError
+
+    (folder / f"{name}.yaml").write_text(RECIPE)
+    with (
+        patch.dict(os.environ, {VARIABLE: str(folder), AUDIT: os.environ.get(AUDIT, "")}),
+        patch.object(audit, "end_together", end),
+        enabled(folder / f"{name}.yaml"),
+        pytest.raises(EndedError),
+    ):
+        train()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return RunFolder(folder).audit
+
+
 def verdict(folder: str, batches: Any = LENGTHS, own_means: bool = False, leaks_on: int = -1) -> Any:
     """What is judged of a step in which each token counts as much as any other.
 
@@ -57,12 +77,7 @@ def verdict(folder: str, batches: Any = LENGTHS, own_means: bool = False, leaks_
         leaks_on: the rank whose rows of several samples are one sample for attention.
     """
     rank = torch.distributed.get_rank()
-    place = Path(folder)
-    (place / f"r{rank}.yaml").write_text(RECIPE)
     num_targets = sum(length - 1 for of_rank in batches for lengths in of_rank for length in lengths)
-
-    def end() -> None:
-        raise EndedError
 
     def train() -> None:
         own = model().train()
@@ -79,12 +94,4 @@ def verdict(folder: str, batches: Any = LENGTHS, own_means: bool = False, leaks_
             (total / divisor).backward()
         optimizer.step()
 
-    with (
-        patch.dict(os.environ, {VARIABLE: folder, AUDIT: ""}),
-        patch.object(audit, "end_together", end),
-        enabled(place / f"r{rank}.yaml"),
-        pytest.raises(EndedError),
-    ):
-        train()
-    torch.distributed.barrier()
-    return RunFolder(place).audit
+    return verdict_of(Path(folder), train, f"r{rank}")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
 import peft
 import torch
-from evenload.integrations.transformers import trainer as planned_trainer
 from rank_trainer import InOrder, build_model, samples_of
 from torch.nn.functional import pad
 from torch.nn.utils import parametrizations
@@ -45,47 +43,37 @@ def run(kind: type[Changed]) -> Ran:
     return Ran(losses, [{key: g.nan_to_num() for key, g in gradients.items()} for gradients in keep.updates])
 
 
-script = Variants(run, planned_trainer, max_tokens=64)
+script = Variants(run, max_tokens=64)
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
     return script.of_kind(kind)
 
 
-@script.planned(2)
-class LabelsOfAStep(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
-
-    def training_step(self, model: Any, inputs: Any, *num_items: Any) -> Any:
-        inputs["labels"] = inputs["labels"].masked_fill(inputs["input_ids"] % 7 == 0, -100)
-        return super().training_step(model, inputs, *num_items)
-
-
-@script.planned(2)
+@script.planned(2, gradient_accumulation_steps=1)
 class IdsInPlace(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
-
     def training_step(self, model: Any, inputs: Any, *num_items: Any) -> Any:
         tokens = inputs["input_ids"]
         tokens[(tokens % 5 == 0) & (inputs["attention_mask"] == 1)] = 5
         return super().training_step(model, inputs, *num_items)
 
 
-@script.planned(2)
+@script.planned(2, gradient_accumulation_steps=1)
 class OtherBatch(Changed):
     """A curriculum: rows are cut short, in a dictionary of the script's own."""
-
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
 
     def training_step(self, model: Any, inputs: Any, *num_items: Any) -> Any:
         return super().training_step(model, {key: value[:, :12] for key, value in inputs.items()}, *num_items)
 
 
-@script.stays("the script's own code runs between the batches of a step")
+@script.stays(
+    "the script's own code runs between the batches of a step",
+    gradient_accumulation_steps=3,
+    per_device_train_batch_size=1,
+)
 class PassedOver(Changed):
     """Of three batches the one in the middle is not trained on."""
 
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
     seen = 0
 
     def training_step(self, *of_step: Any) -> Any:
@@ -93,21 +81,15 @@ class PassedOver(Changed):
         return torch.zeros(()) if self.seen % 3 == 2 else super().training_step(*of_step)
 
 
-@script.refused("batches of a planned step did not come to Trainer.training_step")
+@script.refused(
+    "batches of a planned step did not come to Trainer.training_step",
+    gradient_accumulation_steps=3,
+    per_device_train_batch_size=1,
+)
 class LastKeptBack(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
-
     def get_batch_samples(self, *args: Any) -> Any:
         batches, num_items = super().get_batch_samples(*args)
         return batches[:2], num_items
-
-
-@script.stays("the script's own code runs between the batches of a step")
-class ClippedBetween(Changed):
-    def training_step(self, model: Any, *of_step: Any) -> Any:
-        loss = super().training_step(model, *of_step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        return loss
 
 
 @script.stays("the script's own code runs between the batches of a step")
@@ -143,11 +125,6 @@ def normed(model: Any) -> Any:
     return model.double()
 
 
-@script.stays("a buffer that a forward in training mode changes")
-class SpectralNorm(Changed):
-    change = staticmethod(normed)
-
-
 @script.stays("at the last step, a loss with another divisor than the number of targets of the whole batch")
 class SquaredLater(Changed):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,10 +149,8 @@ class OwnDivisor(Changed):
         return [{key: value[:, :20] for key, value in batch.items()} for batch in batches], num_items * 2
 
 
-@script.stays("the batches of one step are not divided by one number")
+@script.stays("the batches of one step are not divided by one number", gradient_accumulation_steps=1)
 class DivisorOfEachBatch(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
-
     def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
         return super().training_step(model, inputs, (inputs["labels"] != -100).sum() * 4)
 
@@ -191,22 +166,18 @@ class Prepared(Changed):
         return inputs | {"labels": labels}
 
 
-@script.planned(2)
+@script.planned(2, gradient_accumulation_steps=4)
 class OneObjectTwice(Changed):
     """Two batches over and over, each twice in a step."""
-
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 4}
 
     def get_train_dataloader(self) -> Any:
         pair = [self.data_collator([dict(self.train_dataset[i]) for i in rows]) for rows in ((0, 1), (2, 3))]
         return pair * 4
 
 
-@script.planned(2)
+@script.planned(2, gradient_accumulation_steps=1)
 class OneObjectChanged(OneObjectTwice):
     """The same, a step each, with one more label masked at each of its turns."""
-
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
 
     turn = 0
 
@@ -216,35 +187,20 @@ class OneObjectChanged(OneObjectTwice):
         return super().training_step(model, inputs, *num_items)
 
 
-@script.planned(2)
+@script.planned(2, gradient_accumulation_steps=1)
 class TwiceInAStep(Changed):
     """Each batch is trained on twice: once by its plan."""
-
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
 
     def training_step(self, *of_step: Any) -> Any:
         return super().training_step(*of_step) + super().training_step(*of_step)
 
 
-@script.stays("does not call Trainer.training_step")
+@script.stays("does not call Trainer.training_step", gradient_accumulation_steps=1)
 class OwnStep(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"gradient_accumulation_steps": 1}
-
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)
         return loss.detach()
-
-
-@script.planned(2)
-class Counting(Changed):
-    """A loss that is Trainer's own, and a counter."""
-
-    calls = 0
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return super().compute_loss(*args, **kwargs)
 
 
 @script.planned(2)
@@ -256,22 +212,14 @@ class MeansOfBatches(Changed):
         self.model_accepts_loss_kwargs = False
 
 
-@script.stays("a loss with another divisor than the number of targets of the whole batch")
-class MeansWithPenalty(MeansOfBatches):
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, *args, **kwargs)
-        penalty = 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
-        return (loss[0] + penalty, loss[1]) if isinstance(loss, tuple) else loss + penalty
-
-
-@script.stays("the model's forward does not compute its loss by its loss function")
+@script.stays("the model's forward does not compute its loss by its loss function", label_smoothing_factor=0.1)
 class SmoothMeans(MeansOfBatches):
-    arguments: ClassVar[dict[str, Any]] = {"label_smoothing_factor": 0.1}
+    pass
 
 
-@script.planned(2)
+@script.planned(2, average_tokens_across_devices=False)
 class DivisorOfEachRank(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"average_tokens_across_devices": False}
+    pass
 
 
 @script.planned(2)
@@ -294,11 +242,9 @@ class KeptLogits(Changed):
         return (loss, outputs) if return_outputs else loss
 
 
-@script.planned(2)
+@script.planned(2, per_device_train_batch_size=1, gradient_accumulation_steps=4)
 class KeptLogitsOfRows(KeptLogits):
     """One row a batch: logits before each target, and of the last token."""
-
-    arguments: ClassVar[dict[str, Any]] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs = Trainer._prepare_inputs(self, inputs)
@@ -335,12 +281,8 @@ class RaisesAnyhow(Changed):
             self.train()
 
 
-@script.stays("a batch with return_dict")
+@script.stays("a batch with return_dict", remove_unused_columns=False)
 class OtherKeysOnARank(Changed):
-    """Rank 1 has an entry more, which the model reads."""
-
-    arguments: ClassVar[dict[str, Any]] = {"remove_unused_columns": False}
-
     @staticmethod
     def collate(rows: list[Any]) -> Any:
         return collate(rows) | ({"return_dict": True} if torch.distributed.get_rank() else {})
@@ -374,22 +316,8 @@ class Interrupted(Changed):
         self.train()
 
 
-def with_names(rows: list[Any]) -> Any:
-    return collate(rows) | {"sample_ids": torch.arange(len(rows))}
-
-
-@script.planned(2)
-class NamesOfSamples(Changed):
-    arguments: ClassVar[dict[str, Any]] = {"remove_unused_columns": False}
-    collate = partial(with_names)  # what a method of a Trainer names may be what its loss reads
-
-
-@script.planned(1)
+@script.planned(1, learning_rate=0.0)
 class TargetlessStep(Changed):
-    """The second step of a run has no target."""
-
-    arguments: ClassVar[dict[str, Any]] = {"learning_rate": 0.0}
-
     def get_train_dataloader(self) -> Any:
         own, number = self.data_collator, count()
 
@@ -406,7 +334,6 @@ def hooked_later() -> dict[str, Any]:
 
 
 def masked(gradient: Any) -> Any:
-    """Of every second row."""
     return gradient * (gradient.new_ones(gradient.shape).cumsum(0) % 2)
 
 
@@ -415,36 +342,12 @@ def clamped(gradient: Any) -> Any:
 
 
 def hooked(hook: Any) -> Any:
-    """A change of a model whose parameters get a hook."""
-
     def change(model: Any) -> Any:
         for parameter in model.parameters():
             parameter.register_hook(hook)
         return model
 
-    return staticmethod(change)
-
-
-@script.planned(1)
-class MaskingHooks(Changed):
-    change = hooked(masked)
-
-
-@script.stays("a hook on a parameter changes gradients, and not in proportion to them")
-class ClampingHooks(Changed):
-    change = hooked(clamped)
-
-
-@script.stays("a hook on a parameter changes gradients, and not in proportion to them")
-class HalvingHooks(Changed):
-    @staticmethod
-    def change(model: Any) -> Any:
-        def halve(parameter: Any) -> None:
-            parameter.grad.mul_(0.5)
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(halve)
-        return model
+    return change
 
 
 def prompted(model: Any) -> Any:
@@ -464,25 +367,11 @@ def adapted_by_older(model: Any) -> Any:
 
 
 def adapted(**more: Any) -> Any:
-    """What an adapter of these settings makes of a model."""
-
     def change(model: Any) -> Any:
         torch.manual_seed(1)
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **more)).double()
 
-    return staticmethod(change)
-
-
-@script.planned(2)
-class SavedEmbeddings(Changed):
-    """PEFT trains copies of the embeddings and the head, in modules of its own around them."""
-
-    change = adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
-
-
-@script.planned(2)
-class AdaptedEmbeddings(Changed):
-    change = adapted(target_modules=["embed_tokens", "v_proj"])
+    return change
 
 
 def without_words(model: Any) -> Any:
@@ -496,16 +385,26 @@ def without_words(model: Any) -> Any:
     return model
 
 
-@script.stays("TypeError")
-class ForwardWithoutWords(Changed):
-    change = staticmethod(without_words)
+def halved(model: Any) -> Any:
+    def halve(parameter: Any) -> None:
+        parameter.grad.mul_(0.5)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    return model
 
 
-@script.stays("PromptTuningConfig")
-class PromptTuning(Changed):
-    change = staticmethod(prompted)
-
-
-@script.planned(2)
-class OlderAdapters(Changed):
-    change = staticmethod(adapted_by_older)
+# PEFT trains copies of what is saved with an adapter, in modules of its own around them.
+SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+NOT_LINEAR = "a hook on a parameter changes gradients, and not in proportion to them"
+for mark, name, change in (
+    (script.planned(1), "MaskingHooks", hooked(masked)),
+    (script.planned(2), "SavedEmbeddings", adapted(**SAVED)),
+    (script.planned(2), "OlderAdapters", adapted_by_older),
+    (script.stays(NOT_LINEAR), "ClampingHooks", hooked(clamped)),
+    (script.stays(NOT_LINEAR), "HalvingHooks", halved),
+    (script.stays("a buffer that a forward in training mode changes"), "SpectralNorm", normed),
+    (script.stays("TypeError"), "ForwardWithoutWords", without_words),
+    (script.stays("PromptTuningConfig"), "PromptTuning", prompted),
+):
+    mark(type(name, (Changed,), {"change": staticmethod(change)}))

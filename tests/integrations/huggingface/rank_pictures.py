@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import rank_accelerate
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.integrations.transformers import trainer as planned_trainer
-from evenload.integrations.unmodified import planned_loop
-from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.world.agreement import rank_and_size
 from rank_trainer import double_loss, step_of
-from trainer_runs import Gradients, error_of, recipe
+from trainer_runs import NO_PACKS, Gradients, ends, error_of, planned_by, recipe
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -137,24 +133,22 @@ def exact(name: str, rows: Any = None, zero: int | None = None) -> dict[str, Any
     loss, wanted = train(name, rows, zero)
     trained = any("vis" in key and float(one.norm()) > 0 for key, one in wanted.items())
     assert trained or not any(row["pictures"] for row in rows), "no tower was trained"
-    plans, idle = [], []
-    no_packs = {"packs_fault": lambda _: EvenloadError("no packs", "here", "")} if "in rows" in name else {}
-    with (
-        with_attributes(planned_trainer, **no_packs),
-        with_attributes(planned_loop, report_step=lambda _, chain, plan, **__: plans.append((chain, plan))),
-        with_attributes(planned_trainer, report_idle=lambda _, why, __: idle.append(why)),
-        enabled(recipe(packing=PACKING)),
-    ):
+    no_packs = NO_PACKS if "in rows" in name else {}
+    with with_attributes(planned_trainer, **no_packs), planned_by(recipe(packing=PACKING)) as seen:
         own_loss, gradients = train(name, rows, zero)
-    rows_moved = any(m.pad_to for _, plan in plans for m in plan.micro_batches)
-    beside = [chain.context.costs.beside for chain, _ in plans]
-    slices = [(s.sequence, m.ranks[0]) for _, plan in plans for m in plan.micro_batches for s in m.slices]
-    planned = {"beside": beside, "padded": rows_moved, "ranks": {rank for i, rank in slices if beside[0][i][0]}}
-    return {"loss": abs(own_loss - loss) / loss, "grad": error_of(gradients, wanted), "idle": idle, **planned}
+    micro_batches = [m for plan in seen.plans for m in plan.micro_batches]
+    beside = [chain.context.costs.beside for chain in seen.chains]
+    return {
+        "loss": abs(own_loss - loss) / loss,
+        "grad": error_of(gradients, wanted),
+        "idle": seen.idle,
+        "beside": beside,
+        "padded": any(m.pad_to for m in micro_batches),
+        "ranks": {m.ranks[0] for m in micro_batches for s in m.slices if beside[0][s.sequence][0]},
+    }
 
 
 def each(names: list[str], **more: Any) -> dict[str, Any]:
-    """`exact` of several models."""
     return {name: exact(name, **more) for name in names}
 
 
@@ -182,27 +176,17 @@ def one_sided(name: str) -> dict[str, Any]:
 
 def disagreeing(name: str, fault: str) -> dict[str, str]:
     """How a run ends by itself and planned, and what is said, where a picture lacks a token, or a token its picture."""
-    rows, said, ends = samples_of(name, count=4), [], {}
+    rows = samples_of(name, count=4)
     row = rows[2]
     if fault == "token":
         place = row["tokens"].index(IMAGE)
         del row["tokens"][place], row["labels"][place]
     else:
         row["pictures"], row["grids"], row["patches"] = [], [], []
-    for own in (nullcontext(), enabled(recipe(packing=PACKING))):
-        with own, with_attributes(planned_loop, report_idle=lambda *words: said.append(" ".join(words))):
-            try:
-                train(name, rows)
-                end = "trained"
-            except Exception as error:
-                end = f"{type(error).__name__}: {error}"
-        ends["stock" if isinstance(own, nullcontext) else "planned"] = end
-    return ends | {"said": " ".join(said)}
+    return ends(partial(train, name, rows), recipe(packing=PACKING))
 
 
 class Loop(rank_accelerate.Loop):
-    """A plain loop of Accelerate over samples with pictures."""
-
     def build(self) -> Any:
         return build_model("qwen2_5_vl")
 
@@ -214,5 +198,4 @@ class Loop(rank_accelerate.Loop):
 
 
 def loop() -> dict[str, Any]:
-    """What it comes to, planned and as it is."""
     return rank_accelerate.script.compared(Loop)

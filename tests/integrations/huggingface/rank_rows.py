@@ -9,14 +9,11 @@ from typing import Any
 import families
 import numpy as np
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.integrations.transformers import trainer as planned_trainer
-from evenload.integrations.unmodified import planned_loop, planned_runs
-from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.world.agreement import rank_and_size
 from torch.nn.functional import cross_entropy
-from trainer_runs import Gradients, Keep, arguments, collate, error_of, forget_layout, recipe
+from trainer_runs import NO_PACKS, Gradients, Keep, arguments, collate, error_of, forget_layout, planned_by, recipe
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -68,8 +65,6 @@ def with_answers(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 
 class Counting(Trainer):
-    """Counts the slots that its model computed."""
-
     slots = 0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +100,6 @@ def errors(
     ``no_packs``: as if none were exact."""
     found = {}
     for family in names:
-        planned_runs._idle.clear()
         model = _model(family, dtype)
         if lora:
             from peft import LoraConfig, get_peft_model
@@ -113,27 +107,21 @@ def errors(
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         own = more | ({"loss": _token_sum} if family == "t5" and not mean else {})
-        plans: list[Any] = []
-        report = {"report_step": lambda _, chain, plan, plans=plans, **__: plans.append(plan)}
-        refused = {"packs_fault": lambda _: EvenloadError("no packs", "here", "")} if no_packs else {}
+        refused = NO_PACKS if no_packs else {}
         with families.Wide() if dtype == "float64" else nullcontext():
             loss, wanted, stock_slots = _train(model, family, accumulate, **own)
             model.load_state_dict(weights)
             model.zero_grad()
-            with (
-                with_attributes(planned_loop, **report),
-                with_attributes(planned_trainer, **refused),
-                enabled(recipe(**plugins or PLUGINS)),
-            ):
+            with with_attributes(planned_trainer, **refused), planned_by(recipe(**plugins or PLUGINS)) as seen:
                 own_loss, gradients, slots = _train(model, family, accumulate, **own)
         found[family] = {
             "loss": abs(own_loss - loss) / loss,
             "grad": error_of(gradients, wanted),
             "slots": slots,
             "stock_slots": stock_slots,
-            "padded": [plan.limits.padded for plan in plans],
-            "idle": [idle.why for idle in planned_runs._idle],
-            "cut": sum(len(plan.cut) for plan in plans),
-            "shared": sum(bool(plan.shared) for plan in plans),
+            "padded": [plan.limits.padded for plan in seen.plans],
+            "idle": seen.idle,
+            "cut": sum(len(plan.cut) for plan in seen.plans),
+            "shared": sum(bool(plan.shared) for plan in seen.plans),
         }
     return found

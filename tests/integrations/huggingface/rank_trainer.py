@@ -29,7 +29,7 @@ from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import everyone, rank_and_size
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
-from trainer_runs import Gradients, Keep, arguments, collate, error_of, forget_layout, recipe
+from trainer_runs import Gradients, Keep, arguments, collate, error_of, forget_layout, planned_by, recipe
 from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 VOCAB = 97
@@ -96,6 +96,14 @@ def samples_of(lengths: Any, masked: bool = False) -> list[dict[str, list[int]]]
     return rows
 
 
+@contextmanager
+def embedded_tokens() -> Iterator[list[int]]:
+    """The number of tokens of each forward inside."""
+    embed, ran = torch.nn.Embedding.forward, list[int]()
+    with with_attributes(torch.nn.Embedding, forward=lambda own, ids: ran.append(ids.numel()) or embed(own, ids)):
+        yield ran
+
+
 def train(rows: list[Any], zero: int | None = None, **more: Any) -> tuple[float, Gradients]:
     """One optimizer step over all rows, one row in a micro-batch: its loss and gradients; `zero` as in `step_of`."""
     size = rank_and_size()[1]
@@ -154,7 +162,7 @@ def exactness(names: list[str], file: str, masked: bool = False, **more: Any) ->
     found: dict[str, Any] = {}
     references: dict[Any, Any] = {}
     for name in names:
-        plan = plan_named(import_module(file), name)
+        plan = import_module(file).plan_of(name)
         rows, key = samples_of(plan.lengths, masked), tuple(plan.lengths)
         if key not in references:
             references[key] = train(rows, **more)
@@ -175,12 +183,9 @@ def by_recipes(lengths: list[int], recipes: list[Any], masked: bool = False, **m
 
 
 def _by_recipe(rows: list[Any], wanted: tuple[float, Gradients], own: Any, **more: Any) -> dict[str, Any]:
-    plans, ran, embed = [], [], torch.nn.Embedding.forward
-    report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
-    noting = {"forward": lambda own, ids: ran.append(ids.numel()) or embed(own, ids)}
-    with with_attributes(planned_loop, **report), with_attributes(torch.nn.Embedding, **noting), enabled(own):
+    with planned_by(own) as seen, embedded_tokens() as ran:
         errors = _errors(train(rows, **more), wanted)
-    (plan,) = plans
+    (plan,) = seen.plans
     shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
     made = {"cut": len(plan.cut), "shared": shared, "micro_batches": len(plan.micro_batches)}
     return {**errors, **made, "ran": ran[-len(plan.of_rank(rank_and_size()[0])) :]}
@@ -235,11 +240,3 @@ def _state(trainer: Any) -> dict[str, Any]:
     kept = ("global_step", "epoch", "max_steps", "total_flos", "num_input_tokens_seen", "best_metric")
     best = Path(state.best_model_checkpoint).name
     return {"history": history, "best": best, **{name: getattr(state, name) for name in kept}}
-
-
-def plan_named(module: Any, name: str) -> Any:
-    """``random 7``, or a function of the module with its arguments."""
-    if hasattr(module, "named"):
-        return module.named(name)
-    kind, *words = name.split()
-    return module.random_plan(int(words[0])) if kind == "random" else getattr(module, kind)(*words)

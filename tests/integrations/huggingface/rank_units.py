@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -10,14 +11,12 @@ from unittest.mock import patch
 import families
 import torch
 from datasets import Dataset
-from evenload.integrations.transformers import pack_call, planned
-from evenload.integrations.unmodified import planned_loop, planned_runs
-from evenload.patches.session import enabled
+from evenload.integrations.transformers import pack_call
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.world.agreement import rank_and_size
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_runs import Gradients, Keep, arguments, error_of, forget_layout, recipe
+from trainer_runs import Gradients, Keep, arguments, ends, error_of, forget_layout, planned_by, recipe
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import (
     DistillationConfig,
@@ -164,26 +163,14 @@ def with_pairs_of_one() -> dict[str, str]:
             self.data_collator = lambda rows: {key: value[:-1] for key, value in collate(rows).items()}
             return super().get_train_dataloader()
 
-    said: list[str] = []
-    ends, losing = {}, {"dpo": (Losing, DPOConfig)}
-    for name, own in {"stock": nullcontext(), "planned": enabled(recipe(packing={"max_tokens": 512}))}.items():
-        idle = {"report_idle": lambda *words: said.append(" ".join(words))}
-        with patch.dict(KINDS, losing), own, with_attributes(planned, **idle):
-            try:
-                trained("dpo")
-                ends[name] = "trained"
-            except Exception as error:
-                ends[name] = f"{type(error).__name__}: {error}"
-    return ends | {"said": " ".join(said)}
+    with patch.dict(KINDS, dpo=(Losing, DPOConfig)):
+        return ends(partial(trained, "dpo"), recipe(packing={"max_tokens": 512}))
 
 
 def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
     """The largest error of a gradient and of each logged figure against the stock Trainer's, and what was planned."""
-    planned_runs._idle.clear()
-    plans: list[Any] = []
     calls: list[Any] = []
     packs_of = pack_call._pack
-    report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
     pack = {"_pack": lambda kwargs: calls.append(kwargs) or packs_of(kwargs)}
     if kind == "kto":
         more = {"loss_type": "apo_zero_unpaired", **more}
@@ -193,19 +180,17 @@ def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
             stack.enter_context(with_attributes(import_module(_ChunkedLogProbFunction.__module__), torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(kind, **more)
-        stack.enter_context(with_attributes(planned_loop, **report))
         stack.enter_context(with_attributes(pack_call, **pack))
-        stack.enter_context(enabled(recipe(packing={"max_tokens": max_tokens})))
+        seen = stack.enter_context(planned_by(recipe(packing={"max_tokens": max_tokens})))
         own, gradients = trained(kind, **more)
     return {
         "grad": error_of(gradients, wanted),
         "size": max(float(w.norm()) for w in wanted.values()),
         "apart": _apart(own.state.log_history, stock.state.log_history),
-        "planned": len(plans),
-        "micro_batches": [len(plan.micro_batches) for plan in plans],
-        "most_slots": max((m.num_padded_tokens for plan in plans for m in plan.micro_batches), default=0),
+        "planned": len(seen.plans),
+        "most_slots": max((m.num_padded_tokens for plan in seen.plans for m in plan.micro_batches), default=0),
         "packed": len(calls),
-        "idle": [idle.why for idle in planned_runs._idle],
+        "idle": seen.idle,
     }
 
 
@@ -218,14 +203,3 @@ def _apart(own: list[dict[str, float]], stock: list[dict[str, float]]) -> dict[s
                 a, b = own_log.get(key, float("nan")), wanted_log.get(key, float("nan"))
                 apart[key] = max(apart.get(key, 0.0), abs(a - b) / max(abs(b), 1e-12) if a == a and b == b else 9.0)
     return apart
-
-
-if __name__ == "__main__":
-    import sys
-
-    from evenload.api import load_plugins
-
-    load_plugins()
-    for name in sys.argv[1:]:
-        for key, value in compared(name, steps=2).items():
-            print(name, key, value)

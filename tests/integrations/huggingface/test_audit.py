@@ -7,38 +7,26 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from evenload.core.recipe.carried import AUDIT
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
-RECIPE = "trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 64}}\n"
 LENGTHS = (7, 12, 5, 9, 14, 6, 3, 11)
 IGNORE = -100
-
-
-class EndedError(Exception):
-    """In place of the end of the process."""
 
 
 @pytest.fixture
 def audited(tmp_path, monkeypatch):
     """Runs a training function as `evenload audit` does; what it judged."""
-    from evenload.core.recipe.carried import AUDIT
-    from evenload.integrations.transformers.audit import audit
-    from evenload.integrations.unmodified.run_folder import VARIABLE, RunFolder
-    from evenload.patches.session import enabled
-
-    def end() -> None:
-        raise EndedError
-
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    monkeypatch.setattr(audit, "end_together", end)
+    verdict_of = import_module("rank_audit").verdict_of
 
     def run(train: Any, border: str = "") -> dict[str, Any]:
         monkeypatch.setenv(AUDIT, border)
-        with enabled(tmp_path / "recipe.yaml"), pytest.raises(EndedError):
-            train()
-        verdict = RunFolder(tmp_path).audit
+        verdict = verdict_of(tmp_path, train)
         assert verdict is not None
         return verdict
 
@@ -46,9 +34,6 @@ def audited(tmp_path, monkeypatch):
 
 
 def model(kind: str = "llama", **more: Any) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
     if kind == "gpt2":
         sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -58,8 +43,6 @@ def model(kind: str = "llama", **more: Any) -> Any:
 
 
 def rows() -> list[dict[str, list[int]]]:
-    import torch
-
     torch.manual_seed(3)
     tokens = [torch.randint(1, 96, (length,)).tolist() for length in LENGTHS]
     return [{"input_ids": one, "labels": list(one)} for one in tokens]
@@ -76,8 +59,6 @@ def left(samples: Any) -> dict[str, Any]:
 
 def flat(samples: Any) -> dict[str, Any]:
     """One row, its positions and labels as they should be."""
-    import torch
-
     labels = [label for one in samples for label in (IGNORE, *one["labels"][1:])]
     positions = [place for one in samples for place in range(len(one["input_ids"]))]
     tokens = [token for one in samples for token in one["input_ids"]]
@@ -100,16 +81,12 @@ def crossing_labels(samples: Any) -> dict[str, Any]:
 
 
 def crossing_attention(samples: Any) -> dict[str, Any]:
-    import torch
-
     batch = flat(samples)
     return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 
 
 def positions_that_go_on(samples: Any) -> dict[str, Any]:
     """Samples are kept apart by a mask of their own, and count on."""
-    import torch
-
     batch = flat(samples)
     number = (batch["position_ids"][0] == 0).cumsum(0)
     seen = (number[:, None] == number[None]) & torch.ones(len(number), len(number)).tril().bool()
@@ -134,9 +111,6 @@ def train_by_hand(
     collate: Any = padded, loss_of: Any = None, kind: str = "llama", batches: int = 1, use_cache: bool = False
 ) -> None:
     """A loop of its author's own: no Trainer, no Accelerate."""
-    import torch
-    from torch.utils.data import DataLoader
-
     own = model(kind)
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     for batch in DataLoader(rows(), batch_size=8 // batches, collate_fn=collate, num_workers=1):
@@ -147,7 +121,6 @@ def train_by_hand(
 
 def own_loss(ahead: int, **more: Any) -> Any:
     """A loss of the script's own, of the token so far ahead."""
-    from torch.nn.functional import cross_entropy
 
     def loss(own: Any, batch: Any) -> Any:
         labels = batch.pop("labels")
@@ -241,8 +214,6 @@ def test_a_token_that_ends_samples_cuts_rows(audited):
     """Rows of which nothing says that they hold several samples, as data sets that are cut into blocks have them."""
 
     def blocks(_: Any) -> Any:
-        import torch
-
         tokens = torch.tensor([[9, 4, 5, 95, 7, 8, 3, 95]])
         return {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -252,15 +223,8 @@ def test_a_token_that_ends_samples_cuts_rows(audited):
     assert {(one["sample"], one["token"]) for one in verdict["wrong"]} == {(1, 0), (0, 3)}
 
 
-def trl_packed(samples: Any) -> dict[str, Any]:
-    """Rows of several samples, of whose borders the batch says nothing."""
-    return {key: value for key, value in flat(samples).items() if key != "position_ids"}
-
-
 def train_on_packed_rows() -> None:
     """As TRL's packing leaves rows: their samples' lengths beside them, which its collator does not hand on."""
-    import torch
-
     kept = [row["input_ids"] for row in rows()]
     packed = []
     for own in (kept[:3], kept[3:7]):
@@ -268,7 +232,7 @@ def train_on_packed_rows() -> None:
         packed.append({"input_ids": tokens, "labels": tokens, "seq_lengths": [len(one) for one in own]})
     own = model()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-    for batch in torch.utils.data.DataLoader(packed, batch_size=1, collate_fn=trl_packed):
+    for batch in DataLoader(packed, batch_size=1, collate_fn=without_borders):
         (own(**batch, use_cache=False).loss / 2).backward()
     optimizer.step()
 

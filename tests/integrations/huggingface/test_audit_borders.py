@@ -27,28 +27,17 @@ def in_row(lengths: list[int], values: list[list[int]], left: int, right: int) -
 
 
 @given(LENGTHS, PADDING, PADDING)
-def test_a_mask_that_numbers_samples_says_where_they_are(lengths: list[int], left: int, right: int) -> None:
+def test_masks_that_number_samples_positions_that_start_again_and_cu_seqlens_say_where_they_are(
+    lengths: list[int], left: int, right: int
+) -> None:
+    """Positions and cu_seqlens also below a mask that does not number them; a sample of padding is none."""
     tokens_BT, wanted = packed(lengths, left, right)
-    mask_BT = in_row(lengths, [[n] * length for n, length in enumerate(lengths, 1)], left, right)
-    assert spans(tokens_BT, mask_BT, None, None, []) == wanted
-
-
-@given(LENGTHS, PADDING, PADDING)
-def test_positions_that_start_again_say_where_samples_are(lengths: list[int], left: int, right: int) -> None:
-    """Also below a mask that does not number them."""
-    tokens_BT, wanted = packed(lengths, left, right)
+    numbers_BT = in_row(lengths, [[n] * length for n, length in enumerate(lengths, 1)], left, right)
     positions_BT = in_row(lengths, [[*range(length)] for length in lengths], left, right)
-    mask_BT = in_row(lengths, [[1] * length for length in lengths], left, right)
-    assert spans(tokens_BT, mask_BT, positions_BT, None, []) == wanted
-
-
-@given(LENGTHS, PADDING, PADDING)
-def test_cu_seqlens_say_where_samples_are(lengths: list[int], left: int, right: int) -> None:
-    """What they call a sample of padding is none."""
-    tokens_BT, wanted = packed(lengths, left, right)
-    mask_BT = in_row(lengths, [[1] * length for length in lengths], left, right)
     cu_seqlens = torch.tensor([*accumulate([left, *lengths, right], initial=0)], dtype=torch.int32)
-    assert spans(tokens_BT, mask_BT, None, cu_seqlens, []) == wanted
+    mask_BT = numbers_BT.clamp(max=1)
+    for said in ((numbers_BT, None, None), (mask_BT, positions_BT, None), (mask_BT, None, cu_seqlens)):
+        assert spans(tokens_BT, *said, []) == wanted
 
 
 @given(st.lists(LENGTHS, min_size=1, max_size=3))

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
+from evenload.integrations.huggingface.inputs import without_unread
+from transformers import LlamaConfig, LlamaForCausalLM
 
-pytestmark = pytest.mark.slow  # imports Transformers' models
+pytestmark = pytest.mark.slow  # builds models
 
 READ = {"input_ids": 1, "labels": 2, "attention_mask": 3}
 
 
 class Weighs:
-    """A Trainer of a script's own."""
-
     def compute_loss(self, inputs: Any) -> Any:
         return inputs["row_weights"]
 
 
 def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_entries_are_left_out_where_no_code_of_the_model_names_them(adapted: bool) -> None:
-    import peft
-    from evenload.integrations.huggingface.inputs import without_unread
-
     model = _llama()
     if adapted:
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
@@ -41,8 +37,6 @@ def test_entries_are_left_out_where_no_code_of_the_model_names_them(adapted: boo
 
 
 def test_a_model_that_takes_no_other_arguments_is_given_them_and_fails_as_ever() -> None:
-    from evenload.integrations.huggingface.inputs import without_unread
-
     model = _llama()
 
     class Narrow(type(model)):  # type: ignore[misc]

@@ -9,40 +9,40 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import MicroBatch, Slice
+from evenload.integrations.huggingface import mixers
+from evenload.integrations.transformers.proof import difference
+from evenload.runtime.attention.pack import build_pack
+from evenload.runtime.attributes import with_attributes
 from harness.cases import only_full
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
 DOUBLE, SINGLE = 1e-9, 2e-6
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def mixers() -> Any:
-    from evenload.integrations.huggingface import mixers
-
-    return mixers
-
-
 def pack_of(*lengths: int) -> Any:
-    from evenload.core.plan.step_plan import MicroBatch, Slice
-    from evenload.runtime.attention.pack import build_pack
-
     slices = tuple(Slice(i, 0, length) for i, length in enumerate(lengths))
     return build_pack(MicroBatch(slices, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64))
+
+
+def rows_of(*lengths: int, requires_grad: bool = False) -> list[Any]:
+    return [torch.randn(1, length, 4, dtype=torch.float64, requires_grad=requires_grad) for length in lengths]
+
+
+def search_in(model: Any) -> Any:
+    return mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
 
 
 @pytest.mark.parametrize(
     ("dtype", "names"),
     [
-        ("float64", ["gemma3_text", "gpt_oss", "nemotron_h", "mamba"]),
+        ("float64", ["gemma3_text", "gpt_oss", "mamba"]),
         ("float32", ["gemma2"]),
-        only_full("float64", ["gemma2", "mistral", "bamba"]),
+        only_full("float64", ["gemma2", "mistral", "bamba", "nemotron_h"]),
         only_full("float32", ["gemma3_text"]),
     ],
     ids=str,
@@ -87,7 +87,7 @@ def test_ranks_share_no_window(on_ranks):
         assert found["mistral"]["grad"] < DOUBLE, found
 
 
-def test_rows_of_like_length_waste_at_most_half(mixers):
+def test_rows_of_like_length_waste_at_most_half():
     sizes = [3, 100, 51, 7, 50, 1, 99, 2, 49]
     rows = mixers.like_lengths(sizes)
     assert sorted(place for row in rows for place in row) == list(range(len(sizes)))
@@ -95,7 +95,7 @@ def test_rows_of_like_length_waste_at_most_half(mixers):
     assert [len(row) for row in rows] == [4, 1, 1, 2, 1]
 
 
-def decay(torch: Any, knows_borders: bool) -> Any:
+def decay(knows_borders: bool) -> Any:
     """A model of one layer with a part that sums what came before, and may know where samples end."""
 
     class Decay(torch.nn.Module):
@@ -132,15 +132,13 @@ def decay(torch: Any, knows_borders: bool) -> Any:
 
 
 @pytest.mark.parametrize("knows_borders", [False, True])
-def test_a_state_does_not_run_over_the_border_of_two_samples(torch, mixers, knows_borders):
-    from evenload.integrations.transformers.proof import difference
-
-    model = decay(torch, knows_borders)
+def test_a_state_does_not_run_over_the_border_of_two_samples(knows_borders):
+    model = decay(knows_borders)
     lengths = (9, 4, 1, 30, 5)
-    rows = [torch.randn(1, length, 4, dtype=torch.float64, requires_grad=True) for length in lengths]
+    rows = rows_of(*lengths, requires_grad=True)
     alone = torch.cat([model(row) for row in rows], dim=1)
     wanted = torch.autograd.grad(alone.square().sum(), rows)
-    search = mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
+    search = search_in(model)
     with search.watching():
         model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
     assert [type(mixer.module).__name__ for mixer in search.mixers] == ["Decay"] * 2
@@ -155,20 +153,16 @@ def test_a_state_does_not_run_over_the_border_of_two_samples(torch, mixers, know
     assert difference(across[0], alone[0]) > 1e-2
 
 
-def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(mixers, families):
-    from evenload.runtime.attributes import with_attributes
-
+def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(families):
     with with_attributes(mixers.MixerSearch, watching=nullcontext):
         assert families.outcome("nemotron_h") == ("padded groups", pytest.approx(0, abs=DOUBLE))
-    assert families.outcome("nemotron_h") == ("planned", pytest.approx(0, abs=DOUBLE))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("hooks_run_again", [False, True])
-def test_a_layer_that_is_recomputed_has_its_pack_again(torch, mixers, reentrant, hooks_run_again):
-    from torch.utils.checkpoint import checkpoint
-
-    model = decay(torch, knows_borders=False)
+def test_a_layer_that_is_recomputed_has_its_pack_again(reentrant, hooks_run_again):
+    """And leaves none behind, or a part that is called out of its layer would take an earlier pack for its own."""
+    model = decay(knows_borders=False)
     parts = [mixers.Mixer(layer, layer.decay, mixers.in_rows) for layer in model.layers]
     x, pack = torch.randn(1, 14, 4, dtype=torch.float64, requires_grad=True), pack_of(9, 5)
 
@@ -176,6 +170,8 @@ def test_a_layer_that_is_recomputed_has_its_pack_again(torch, mixers, reentrant,
         with mixers.apart(parts):
             x.grad = None
             run().square().sum().backward()
+            with pytest.raises(EvenloadError, match=r"recomputed without its pack(.|\n)*gradient_checkpointing=True"):
+                model.layers[0].decay(x)
         return x.grad
 
     wanted = gradient(lambda: model(x, evenload_pack=pack))
@@ -200,26 +196,18 @@ def test_a_layer_that_is_recomputed_has_its_pack_again(torch, mixers, reentrant,
     assert torch.equal(gradient(recomputed), wanted)
 
 
-def test_a_layer_that_is_recomputed_without_its_pack_raises(torch, mixers):
-    model = decay(torch, knows_borders=False)
-    part = mixers.Mixer(model.layers[0], model.layers[0].decay, mixers.in_rows)
-    with mixers.apart([part]), pytest.raises(EvenloadError, match="gradient_checkpointing=True"):
-        model.layers[0].decay(torch.zeros(1, 3, 4, dtype=torch.float64))
-
-
-def test_weights_that_each_call_gathers_are_not_called_by_lengths(torch, mixers):
-    module = torch.nn.Linear(2, 2)
+def test_weights_that_each_call_gathers_are_not_called_by_lengths():
+    module = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     mixers.Mixer(module, module, mixers.in_rows).refuse_divided()
-    module.weight.ds_id = 0  # as under ZeRO 3
+    module[0][0].weight.ds_id = 0  # as under ZeRO 3
     mixers.Mixer(module, module, mixers.with_borders).refuse_divided()
     with pytest.raises(EvenloadError, match="gathers their weights"):
         mixers.Mixer(module, module, mixers.in_rows).refuse_divided()
 
 
-def test_parts_that_look_at_their_own_token_alone_are_no_mixers_and_numbers_are_not_made_loud(torch, mixers):
+def test_parts_that_look_at_their_own_token_alone_are_no_mixers_and_numbers_are_not_made_loud():
     """The first sample is multiplied by a thousand to be heard; indices of a table are not, or the part would raise and
     go unnoticed."""
-    from evenload.integrations.transformers.proof import difference
 
     class ByPlace(torch.nn.Module):
         """Sums what came before, each weighed by a table of places."""
@@ -243,9 +231,9 @@ def test_parts_that_look_at_their_own_token_alone_are_no_mixers_and_numbers_are_
     model = torch.nn.Module()
     model.layers = layers
     lengths = (7, 3, 12)
-    rows = [torch.randn(1, length, 4, dtype=torch.float64) for length in lengths]
+    rows = rows_of(*lengths)
     places = [torch.arange(length)[None] for length in lengths]
-    search = mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
+    search = search_in(model)
     with search.watching():
         layers[0](torch.cat(rows, 1), torch.cat(places, 1), evenload_pack=pack_of(*lengths))
     assert [type(mixer.module).__name__ for mixer in search.mixers] == ["ByPlace"]
@@ -255,7 +243,7 @@ def test_parts_that_look_at_their_own_token_alone_are_no_mixers_and_numbers_are_
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=1e-12)
 
 
-def test_a_call_that_is_told_borders_is_told_all_of_them(torch, mixers):
+def test_a_call_that_is_told_borders_is_told_all_of_them():
     told: dict[str, Any] = {}
     pack = pack_of(3, 8, 2)
     mixers.with_borders(lambda x, **words: told.update(words), pack, (torch.zeros(1, 13, 4),), {"scale": 2})
@@ -266,8 +254,8 @@ def test_a_call_that_is_told_borders_is_told_all_of_them(torch, mixers):
     assert {name: own.tolist() for name, own in told.items()} == {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
 
 
-def test_a_part_of_several_layers_has_the_pack_and_the_form_of_the_one_that_calls_it(torch, mixers):
-    model = decay(torch, knows_borders=True)
+def test_a_part_of_several_layers_has_the_pack_and_the_form_of_the_one_that_calls_it():
+    model = decay(knows_borders=True)
     first, second = model.layers
     second.decay = first.decay
     forms = []
@@ -283,7 +271,7 @@ def test_a_part_of_several_layers_has_the_pack_and_the_form_of_the_one_that_call
         mixers.Mixer(first, first.decay, noted(mixers.in_rows)),
         mixers.Mixer(second, first.decay, noted(mixers.with_borders)),
     ]
-    rows = [torch.randn(1, length, 4, dtype=torch.float64) for length in (6, 3)]
+    rows = rows_of(6, 3)
     alone = torch.cat([model(row) for row in rows], dim=1)
     with mixers.apart(parts):
         packed = model(torch.cat(rows, dim=1), evenload_pack=pack_of(6, 3))
@@ -291,44 +279,15 @@ def test_a_part_of_several_layers_has_the_pack_and_the_form_of_the_one_that_call
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
 
 
-def test_a_layer_that_was_recomputed_leaves_no_pack_behind(torch, mixers):
-    """Or a part that is called out of its layer would take an earlier pack for its own."""
-    from torch.utils.checkpoint import checkpoint
-
-    model = decay(torch, knows_borders=False)
-    layer, plain = model.layers[0], type(model.layers[0]).forward
-    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    x, pack = torch.randn(1, 14, 4, dtype=torch.float64, requires_grad=True), pack_of(9, 5)
-
-    def again(x: Any, **kwargs: Any) -> Any:
-        return layer._gradient_checkpointing_func(partial(plain, layer, **kwargs), x)
-
-    layer.forward = again
-    with mixers.apart([mixers.Mixer(layer, layer.decay, mixers.in_rows)]):
-        layer(x, evenload_pack=pack).sum().backward()
-        assert x.grad.abs().sum() > 0
-        with pytest.raises(EvenloadError, match="recomputed without its pack"):
-            layer.decay(x)
-
-
-def test_weights_that_are_divided_are_found_wherever_they_are_in_a_part(torch, mixers):
-    module = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    module[0][0].weight.ds_id = 0  # as under ZeRO 3
-    with pytest.raises(EvenloadError, match="gathers their weights"):
-        mixers.Mixer(module, module, mixers.in_rows).refuse_divided()
-
-
-def test_a_part_that_takes_borders_and_reads_none_is_called_in_rows(torch, mixers):
+def test_a_part_that_takes_borders_and_reads_none_is_called_in_rows():
     """Its signature swallows every word: whether it keeps samples apart is measured, not taken from what it accepts."""
-    from evenload.integrations.transformers.proof import difference
-
-    model = decay(torch, knows_borders=True)
+    model = decay(knows_borders=True)
     for layer in model.layers:
         plain = layer.decay.forward
         layer.decay.forward = lambda x, plain=plain, **words: plain(x)
     lengths = (6, 3, 8)
-    rows = [torch.randn(1, length, 4, dtype=torch.float64) for length in lengths]
-    search = mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
+    rows = rows_of(*lengths)
+    search = search_in(model)
     with search.watching(), torch.no_grad():
         packed = model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
         alone = torch.cat([model(row) for row in rows], dim=1)

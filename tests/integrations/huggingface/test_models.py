@@ -55,41 +55,45 @@ def test_what_the_config_tells_is_refused(config, told):
     assert caught.value.do
 
 
+WINDOWED = transformers.MistralConfig(**SMALL, sliding_window=128)
+CHUNKS = transformers.Llama4TextConfig(**SMALL, attention_chunk_size=64, layer_types=["chunked_attention"] * 2)
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "known"),
     [
-        transformers.LlamaConfig(**SMALL),
-        transformers.Qwen3Config(**SMALL, sliding_window=64),
-        transformers.Qwen3MoeConfig(**SMALL),
-        transformers.Qwen3MoeConfig(**SMALL, output_router_logits=True, router_aux_loss_coef=0.0),
-        transformers.GPTNeoXConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4),
-        transformers.MistralConfig(**SMALL, sliding_window=200),
-        transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=2),
-        transformers.LlamaConfig(**SMALL, max_position_embeddings=200, rope_parameters=DYNAMIC),
+        (transformers.LlamaConfig(**SMALL), {}),
+        (transformers.Qwen3Config(**SMALL, sliding_window=64), {}),
+        (transformers.Qwen3MoeConfig(**SMALL), {}),
+        (transformers.Qwen3MoeConfig(**SMALL, output_router_logits=True, router_aux_loss_coef=0.0), {}),
+        (transformers.GPTNeoXConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=4), {}),
+        (transformers.MistralConfig(**SMALL, sliding_window=200), {}),
+        (transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=2), {}),
+        (transformers.LlamaConfig(**SMALL, max_position_embeddings=200, rope_parameters=DYNAMIC), {}),
+        (WINDOWED, {"longest": None}),
+        (WINDOWED, {"windows": True}),
+        (transformers.Gemma2Config(**SMALL), {"windows": True}),
+        (transformers.MambaConfig(), {"measured": True}),
+        (transformers.Qwen3NextConfig(**SMALL), {"measured": True}),
     ],
-    ids=lambda value: value.model_type,
+    ids=lambda value: getattr(value, "model_type", None) or " ".join(value),
 )
-def test_plain_causal_models_pass(config):
-    refuse_unsupported(config, 200)
+def test_what_packs_compute_rightly_passes(config, known):
+    """Plain causal models; windows where lengths are not known or no ranks share a sample; what is measured."""
+    refuse_unsupported(config, **{"longest": 200, **known})
 
 
-def test_a_window_passes_where_the_lengths_are_not_known():
-    refuse_unsupported(transformers.MistralConfig(**SMALL, sliding_window=128))
-
-
-def test_windows_pass_where_no_ranks_share_a_sample_but_chunks_do_not():
-    refuse_unsupported(transformers.MistralConfig(**SMALL, sliding_window=128), 200, windows=True)
-    refuse_unsupported(transformers.Gemma2Config(**SMALL), 200, windows=True)
-    chunks = transformers.Llama4TextConfig(**SMALL, attention_chunk_size=64, layer_types=["chunked_attention"] * 2)
-    with pytest.raises(EvenloadError, match="attention_chunk_size"):
-        refuse_unsupported(chunks, 200, windows=True)
-
-
-def test_layers_that_mix_tokens_pass_where_they_are_measured_and_those_that_choose_keys_do_not():
-    refuse_unsupported(transformers.MambaConfig(), 200, measured=True)
-    refuse_unsupported(transformers.Qwen3NextConfig(**SMALL), 200, measured=True)
-    with pytest.raises(EvenloadError, match="indexed_attention"):
-        refuse_unsupported(transformers.DeepseekV32Config(num_hidden_layers=2), 200, measured=True)
+@pytest.mark.parametrize(
+    ("config", "known", "told"),
+    [
+        (CHUNKS, {"windows": True}, "attention_chunk_size"),
+        (transformers.DeepseekV32Config(num_hidden_layers=2), {"measured": True}, "indexed_attention"),
+    ],
+    ids=["chunks", "chosen keys"],
+)
+def test_chunks_and_layers_that_choose_keys_never_pass(config, known, told):
+    with pytest.raises(EvenloadError, match=told):
+        refuse_unsupported(config, 200, **known)
 
 
 def test_dropout_cannot_be_replayed():

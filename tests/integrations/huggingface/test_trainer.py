@@ -14,7 +14,7 @@ CUT, SHARED = {"packing": {"max_tokens": 48}}, {"mesh": {"max_tokens": 600}}
 OF_EACH_RANK = {"average_tokens_across_devices": False}
 """Each rank divides by its own targets."""
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-BY_GATHERING = "cp_groups all_gather remap"
+BY_GATHERING, REGROUPED = "zones, all_gather, remap", "regrouped beside shared"
 
 
 def test_plans_of_the_packing_plugin_are_exact(on_ranks):
@@ -64,13 +64,12 @@ def test_a_token_keeps_its_weight_where_each_rank_divides_by_its_own_targets(on_
 @pytest.mark.parametrize(
     ("names", "more"),
     [
-        pytest.param(["mixed ring", "mixed all_gather", "mixed all_to_all", BY_GATHERING], {}, id="shared"),
-        only_full(["chains none", "regrouped", "random 0"], {}, id="cut"),
-        only_full(["random 1", "random 2", "random 3"], {}, id="random"),
-        pytest.param([BY_GATHERING, "random 1"], OF_EACH_RANK, id="of_each_rank"),
-        only_full(["mixed ring", "mixed all_to_all", "chains none"], OF_EACH_RANK, id="of_each_rank-all"),
-        pytest.param(["mixed ring", "random 4"], FSDP, id="fsdp"),
-        only_full([BY_GATHERING, "chains none", "regrouped", "random 5"], FSDP, id="fsdp-all"),
+        pytest.param(["all_to_all", BY_GATHERING], {}, id="shared"),
+        only_full(["all_gather", "chain", REGROUPED, "0", "1", "2", "3"], {}, id="cut"),
+        pytest.param([BY_GATHERING, "1"], OF_EACH_RANK, id="of_each_rank"),
+        only_full(["ring", "all_to_all", "chain"], OF_EACH_RANK, id="of_each_rank-all"),
+        pytest.param(["ring", "4"], FSDP, id="fsdp"),
+        only_full([BY_GATHERING, "chain", REGROUPED, "5"], FSDP, id="fsdp-all"),
     ],
 )
 def test_shared_micro_batches_and_slices_are_exact(names, more, on_ranks):
@@ -85,7 +84,7 @@ def test_shared_micro_batches_and_slices_are_exact(names, more, on_ranks):
 
 @pytest.mark.parametrize(
     "names",
-    [["chains some", "random 3"], only_full(["chains none", "regrouped", "random 4", "random 5"])],
+    [["slices, half replayed", "3"], only_full(["slices", "regrouped", "4", "5"])],
     ids=" ".join,
 )
 def test_slices_and_replays_are_exact_beside_gradient_checkpointing(on_ranks, names):
@@ -95,14 +94,14 @@ def test_slices_and_replays_are_exact_beside_gradient_checkpointing(on_ranks, na
         assert max(one["loss"] for one in found.values()) < 1e-6, found
 
 
-EVERY_KIND = ["even", "mixed ring", "chains some"]
-OF_ZERO = {0: ["even"], 1: ["mixed ring"], 2: ["chains some"], 3: ["mixed ring", "chains some"]}
+CHAIN = "chain, half replayed"
+OF_ZERO = {0: ["zones"], 1: ["ring"], 2: [CHAIN], 3: ["ring", CHAIN]}
 
 
 @pytest.mark.parametrize(
     ("zero", "names"),
     [pytest.param(zero, names, id=str(zero)) for zero, names in OF_ZERO.items()]
-    + [only_full(zero, [*EVERY_KIND, f"random {zero}"], id=f"{zero}-all") for zero in OF_ZERO],
+    + [only_full(zero, ["zones", "ring", CHAIN, str(zero)], id=f"{zero}-all") for zero in OF_ZERO],
 )
 def test_slices_and_shared_micro_batches_are_exact_under_zero(on_ranks, zero, names):
     for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", zero=zero):
@@ -127,8 +126,7 @@ def test_what_a_run_leaves_behind_is_unchanged(on_ranks):
             assert (planned["weights"][name] - weight).norm() < 1e-6 * weight.norm(), name
 
 
-@pytest.mark.parametrize("loop", ["rank_trainer", "rank_accelerate"])
-def test_ranks_of_unlike_recipes_end_in_one_error(on_ranks, loop):
-    first, second = on_ranks(2, f"{loop}.unlike_recipes")
+def test_ranks_of_unlike_recipes_end_in_one_error(on_ranks):
+    first, second = on_ranks(2, "rank_trainer.unlike_recipes")
     assert first == second
     assert first.startswith("step 1: the ranks hold different plans: no side has a majority")

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState
+from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
+from evenload.integrations.unmodified import planned_loop, planned_runs
+from evenload.patches.session import enabled
+from evenload.runtime.attributes import with_attributes
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -17,9 +23,52 @@ Gradients = dict[str, torch.Tensor]
 
 
 def recipe(**plugins: dict[str, Any]) -> Any:
-    """A recipe of these plugins with these settings."""
     on = {name: {"enabled": True, **settings} for name, settings in plugins.items()}
     return recipes.parse({"trainer": "transformers", "plugins": on})
+
+
+class Planned(NamedTuple):
+    """What was planned inside `planned_by`, and why nothing was."""
+
+    chains: list[Any]
+    plans: list[Any]
+    idle: list[str]
+    said: list[str]
+    """The same with the loop's name and what to change."""
+
+
+@contextmanager
+def planned_by(own: Any) -> Iterator[Planned]:
+    """Inside, scripts are planned by a recipe."""
+    planned_runs._idle.clear()
+    seen = Planned([], [], [], [])
+
+    def report(name: str, chain: Any, plan: Any, **_: Any) -> None:
+        seen.chains.append(chain)
+        seen.plans.append(plan)
+
+    with with_attributes(planned_loop, report_step=report), enabled(own):
+        yield seen
+    for idle in planned_runs._idle:
+        seen.idle.append(idle.why)
+        seen.said.append(" ".join(idle))
+
+
+def ends(train: Callable[[], object], own: Any) -> dict[str, str]:
+    """How a run that raises ends by itself and planned, and why it is not planned."""
+    found: dict[str, str] = {}
+    for name, around in {"stock": nullcontext(), "planned": planned_by(own)}.items():
+        with around as seen:
+            try:
+                train()
+                found[name] = "trained"
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found | {"said": " ".join(seen.said)}
+
+
+NO_PACKS = {"packs_fault": lambda _: EvenloadError("no packs", "here", "")}
+"""Of the planned Trainer: as if no packs were exact."""
 
 
 def arguments(**own: Any) -> dict[str, Any]:
@@ -62,7 +111,6 @@ def error_of(own: Gradients, wanted: Gradients) -> float:
 
 
 def collate(rows: list[dict[str, list[int]]], left: bool = False) -> dict[str, torch.Tensor]:
-    """Rows of tokens and labels as a padded batch."""
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
     batch = {}
     for key, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):

@@ -8,15 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from evenload.core.errors import EvenloadError
-from evenload.integrations.unmodified import planned_loop
-from evenload.patches.session import enabled
-from evenload.runtime.attributes import with_attributes
-from trainer_runs import Gradients, error_of, recipe
+from trainer_runs import Gradients, error_of, planned_by, recipe
 
 
 class Ran(NamedTuple):
-    """What one run came to."""
-
     losses: list[float]
     gradients: list[Gradients]
     """Before its updates."""
@@ -27,26 +22,27 @@ class Variants:
 
     Args:
         run: one of them, stock or planned.
-        reporter: the module that says why one is not planned.
         max_tokens: of a pack.
     """
 
-    def __init__(self, run: Callable[[Any], Ran], reporter: Any, max_tokens: int) -> None:
-        self._run, self._reporter, self._max_tokens = run, reporter, max_tokens
+    def __init__(self, run: Callable[[Any], Ran], max_tokens: int) -> None:
+        self._run, self._max_tokens = run, max_tokens
         self._marked: dict[str, list[tuple[Any, Any]]] = {"planned": [], "stays": [], "refused": []}
 
-    def planned(self, steps: int) -> Callable[[Any], Any]:
-        """So many steps of this class are planned, and train what they train without evenload."""
-        return self._mark("planned", ["packs"] * steps)
+    def planned(self, steps: int, **own: Any) -> Callable[[Any], Any]:
+        """So many steps of this class, with these arguments, are planned and train what they train without evenload."""
+        return self._mark("planned", ["packs"] * steps, own)
 
-    def stays(self, why: str) -> Callable[[Any], Any]:
-        return self._mark("stays", why)
+    def stays(self, why: str, **own: Any) -> Callable[[Any], Any]:
+        return self._mark("stays", why, own)
 
-    def refused(self, why: str) -> Callable[[Any], Any]:
-        return self._mark("refused", why)
+    def refused(self, why: str, **own: Any) -> Callable[[Any], Any]:
+        return self._mark("refused", why, own)
 
-    def _mark(self, kind: str, wanted: Any) -> Callable[[Any], Any]:
+    def _mark(self, kind: str, wanted: Any, own: dict[str, Any]) -> Callable[[Any], Any]:
         def mark(variant: Any) -> Any:
+            if own:
+                variant.arguments = own
             self._marked[kind].append((variant, wanted))
             return variant
 
@@ -59,29 +55,19 @@ class Variants:
     def compared(self, variant: Any, **packing: Any) -> dict[str, Any]:
         """Errors of a variant against itself without evenload, what ran in its planned steps, what was said and
         refused."""
-        stock, planned, said = self._run(variant), [], []
-        result: dict[str, Any] = {"planned": planned, "said": said, "refused": "", "grad": None, "loss": None}
-
-        def note(loop: str, chain: Any, *_: Any, **__: Any) -> None:
-            planned.append("rows" if chain.caps.padded else "packs")
-
-        def say(*words: str) -> None:
-            said.append(" ".join(words))
-
-        try:
-            with (
-                with_attributes(planned_loop, report_step=note, report_idle=say),
-                with_attributes(self._reporter, report_idle=say),
-                enabled(recipe(packing={"max_tokens": self._max_tokens, **packing})),
-            ):
+        stock, own, refused = self._run(variant), None, ""
+        with planned_by(recipe(packing={"max_tokens": self._max_tokens, **packing})) as seen:
+            try:
                 own = self._run(variant)
-        except EvenloadError as error:
-            return result | {"refused": str(error)}
+            except EvenloadError as error:
+                refused = str(error)
+        planned = ["rows" if chain.caps.padded else "packs" for chain in seen.chains]
+        result = {"planned": planned, "said": seen.said, "refused": refused, "grad": None, "loss": None}
+        if own is None:
+            return result
         grad = max(error_of(a, b) for a, b in zip(own.gradients, stock.gradients, strict=True))
-        return result | {
-            "grad": grad,
-            "loss": max((abs(a - b) for a, b in zip(own.losses, stock.losses, strict=True)), default=0.0),
-        }
+        loss = max((abs(a - b) for a, b in zip(own.losses, stock.losses, strict=True)), default=0.0)
+        return result | {"grad": grad, "loss": loss}
 
 
 def _words(variant: Any) -> str:
