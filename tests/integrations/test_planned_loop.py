@@ -18,7 +18,6 @@ LENGTHS = as_lengths([60, 50, 30, 20, 20, 10, 10, 10])
 
 
 def loop_of_rank(*caps: int) -> PlannedLoop:
-    """A loop whose packs hold so many tokens at most on the rank of this place."""
     load_plugins()
     agreement.before_first = None
     rank, size = rank_and_size()
@@ -56,21 +55,26 @@ def refused_on(refusing: int) -> str:
     return "planned"
 
 
-class TestOnRanks:
-    def test_ranks_of_one_recipe_hold_one_plan_of_the_step_that_it_is(self, world):
-        first, second = world(2).run(steps_of, [64], 2)
-        assert first == second
-        assert first.startswith("step 3: ")
+DIFFERENT = "the ranks hold different plans"
 
-    @pytest.mark.parametrize("before", [0, 2])
-    def test_unlike_recipes_end_both_ranks_under_the_true_number_of_the_step(self, world, before):
-        first, second = world(2).run(steps_of, [64, 128], before)
-        assert first == second
-        assert first.startswith(f"RankError: step {before + 1}: the ranks hold different plans")
 
-    @pytest.mark.parametrize("refusing", [0, 1])
-    def test_what_one_rank_refuses_is_raised_on_all(self, world, refusing):
-        assert world(2).run(refused_on, refusing) == [f"EvenloadError: no plan here (rank {refusing})"] * 2
+@pytest.mark.parametrize(
+    ("caps", "before", "said"),
+    [
+        ([64], 2, "step 3: "),
+        ([64, 128], 0, f"RankError: step 1: {DIFFERENT}"),
+        ([64, 128], 2, f"RankError: step 3: {DIFFERENT}"),
+    ],
+)
+def test_ranks_hold_one_plan_of_the_step_that_it_is_or_end_under_its_number(world, caps, before, said):
+    first, second = world(2).run(steps_of, caps, before)
+    assert first == second
+    assert first.startswith(said)
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_what_one_rank_refuses_is_raised_on_all(world, refusing):
+    assert world(2).run(refused_on, refusing) == [f"EvenloadError: no plan here (rank {refusing})"] * 2
 
 
 def test_a_warning_is_given_once(caplog):

@@ -43,12 +43,8 @@ def chain(**plugins: dict) -> PlanChain:
     return PlanChain.of_recipe(recipe, recipe.layout(2))
 
 
-def packing(max_tokens: int = 1000) -> PlanChain:
-    return chain(packing={"max_tokens": max_tokens})
-
-
 def report(loop: str = "Megatron-Core") -> None:
-    planned = packing()
+    planned = chain(packing={"max_tokens": 1000})
     planned_runs.report_step(loop, planned, planned.plan(as_lengths(LENGTHS)), micro_batch_size=2)
 
 
@@ -67,7 +63,7 @@ def test_the_first_step_says_what_is_planned_and_how_to_turn_it_off(folder, capf
     report()
     report()
     (said,) = capfd.readouterr().err.splitlines()
-    planned = packing()
+    planned = chain(packing={"max_tokens": 1000})
     plan, stock = planned.plan(as_lengths(LENGTHS)), replace(planned, micro_batch_size=2).stock(as_lengths(LENGTHS))
     assert f"with packing: {plan.num_padded_tokens:,} tokens instead of {stock.num_padded_tokens:,}" in said
     assert "(costs=cpu, cluster=local). To turn evenload off, run the command without it." in said
@@ -201,7 +197,6 @@ def test_a_check_ends_before_any_optimizer_of_torch_updates(tmp_path):
     ended = run(code, **environment)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert "no loop that evenload knows" in RunFolder(tmp_path).idle[0].why
-    assert "updated" in run(code).stdout
 
 
 ERROR = "('odd', '9', 'even it')"
@@ -209,15 +204,10 @@ ERROR = "('odd', '9', 'even it')"
 
 @pytest.mark.parametrize(("error", "code"), [("EvenloadError", 2), ("RankError", 1)])
 def test_an_error_of_evenload_ends_a_process_with_its_message_alone(tmp_path, error, code):
-    ended = run(f"p.watch_process()\nraise {error}{ERROR}", **{VARIABLE: str(tmp_path)})
-    assert (ended.returncode, ended.stdout) == (code, "at exit\n")
-    assert ended.stderr == f"evenload: {RankError('odd', '9', 'even it')}\n"
-
-
-def test_an_error_that_another_process_has_printed_is_not_printed_again(tmp_path):
-    RunFolder(tmp_path).write_refusal(EvenloadError("odd", "9", "even it"))
-    again = run(f"p.watch_process()\nraise EvenloadError{ERROR}", **{VARIABLE: str(tmp_path)})
-    assert (again.returncode, again.stderr) == (2, "")
+    """Once: what another process has printed is not printed again."""
+    for said in (f"evenload: {RankError('odd', '9', 'even it')}\n", ""):
+        ended = run(f"p.watch_process()\nraise {error}{ERROR}", **{VARIABLE: str(tmp_path)})
+        assert (ended.returncode, ended.stdout, ended.stderr) == (code, "at exit\n", said)
 
 
 def test_an_error_of_anybody_else_ends_a_process_as_ever(tmp_path):

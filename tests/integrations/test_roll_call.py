@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch.distributed as dist
 from evenload.api import load_plugins
 from evenload.core.errors import RankError
@@ -56,22 +55,23 @@ def leaves_word_with_its_group() -> tuple[bool, bool]:
     return word, agreement.before_first is not None
 
 
-@pytest.mark.slow
-class TestOnRanks:
-    def test_all_go_on_where_all_run_the_same_plugins_wherever_their_data_lies_and_however_late(self, world):
-        assert world(2).run(asks, [CAP, ELSEWHERE], 20.0, [0.0, 0.5]) == ["[0, 1]", "[0, 1]"]
+def test_all_go_on_where_all_run_the_same_plugins_wherever_their_data_lies_and_however_late(world):
+    assert world(2).run(asks, [CAP, ELSEWHERE], 20.0, [0.0, 0.5]) == ["[0, 1]", "[0, 1]"]
 
-    def test_a_rank_without_evenload_is_named_by_the_other(self, world):
-        told, stock = world(2).run(asks, [CAP, None], 0.3, [0.0, 0.0])
-        assert told.startswith("rank 1 of 2 runs without evenload\n  found: no word in 0.3 s\n  do: start the command")
-        assert stock == "stock"
 
-    def test_ranks_of_unlike_recipes_read_the_same(self, world):
-        told, same = world(2).run(asks, [CAP, OTHER_CAP], 0.3, [0.0, 0.0])
-        assert told == same
-        assert told.startswith("the ranks run different versions of evenload, or recipes with other plugins\n")
-        assert "rank 0: evenload 0." in told
-        assert "; rank 1: evenload 0." in told
+def test_a_rank_without_evenload_is_named_by_the_other(world):
+    told, stock = world(2).run(asks, [CAP, None], 0.3, [0.0, 0.0])
+    assert told.startswith("rank 1 of 2 runs without evenload\n  found: no word in 0.3 s\n  do: start the command")
+    assert stock == "stock"
 
-    def test_a_rank_leaves_word_when_its_group_is_made(self, world):
-        assert world(2).run(leaves_word_with_its_group) == [(True, False)] * 2
+
+def test_ranks_of_unlike_recipes_read_the_same(world):
+    told, same = world(2).run(asks, [CAP, OTHER_CAP], 0.3, [0.0, 0.0])
+    assert told == same
+    assert told.startswith("the ranks run different versions of evenload, or recipes with other plugins\n")
+    assert "rank 0: evenload 0." in told
+    assert "; rank 1: evenload 0." in told
+
+
+def test_a_rank_leaves_word_when_its_group_is_made(world):
+    assert world(2).run(leaves_word_with_its_group) == [(True, False)] * 2

@@ -54,7 +54,6 @@ def ray(*words: str, **more: str) -> str:
 
 
 def ended(folder: Path, *words: object) -> tuple[int, str, float]:
-    """Exit code, output and seconds of a command in this folder."""
     begin_s = time.monotonic()
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(
@@ -64,7 +63,6 @@ def ended(folder: Path, *words: object) -> tuple[int, str, float]:
 
 
 def losses(output: str) -> list[tuple[str, str]]:
-    """What was printed of each step."""
     return list(dict.fromkeys(re.findall(r"'loss': '([\d.]+)', 'grad_norm': '([\d.]+)'", output)))
 
 
