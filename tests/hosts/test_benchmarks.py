@@ -16,7 +16,7 @@ from typing import Any
 
 import launching
 import pytest
-from harness.cases import only_full
+from harness.cases import full
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts"
 
@@ -42,14 +42,14 @@ def result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Result]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", [only_full(False), only_full(True)], ids=["forged", "launched"])
+@full
 def test_a_script_of_a_checkout_is_run_stock_and_with_evenload(
-    launched: bool, result: Result, forged_launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: Result, forged_launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = launching.launch
 
     def by_either(script: Path, arguments: Any, folder: Path, recipe: Path | None, **more: Any) -> Any:
-        return (launch if recipe and launched else forged_launch)(script, arguments, folder, recipe, **more)
+        return (launch if recipe else forged_launch)(script, arguments, folder, recipe, **more)
 
     monkeypatch.setattr(launching, "launch", by_either)
     script = tmp_path / "trl" / "trl" / "scripts" / "sft.py"
@@ -61,8 +61,7 @@ def test_a_script_of_a_checkout_is_run_stock_and_with_evenload(
     assert row["difference"]["loss"] < 1e-5
     assert row["difference"]["grad_norm"] < 5e-5
     assert row["tokens"][1] < 0.8 * row["tokens"][0]
-    if launched:
-        assert row["said"][1] == "planned 20 steps of Transformers' Trainer with packing"
+    assert row["said"][1] == "planned 20 steps of Transformers' Trainer with packing"
 
 
 @pytest.mark.slow

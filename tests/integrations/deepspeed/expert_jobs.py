@@ -12,15 +12,11 @@ from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed_tests.jobs import hosted, recipe, told
-from deepspeed_tests.script_jobs import SMALL, collate, rows_of
+from deepspeed_tests.script_jobs import SMALL, collate, rows_of, switched_on
 from evenload.core.errors import RankError
-from evenload.integrations.deepspeed.engine.engine import full_weights, prepare_deepspeed
+from evenload.integrations.deepspeed.engine.engine import full_weights
 from evenload.integrations.deepspeed.engine.expert_gate import gated_experts
 from evenload.integrations.deepspeed.engine.experts import DividedExperts
-from evenload.integrations.deepspeed.unmodified import loop
-from evenload.patches import deepspeed as patch
-from evenload.patches import transformers
-from evenload.patches.ledger import Ledger
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.experts import copies
 from evenload.runtime.world.world import init_world
@@ -123,7 +119,6 @@ def unmodified(stage: int, ep: int, reentrant: bool | None = None) -> dict[str, 
     """A step of a user's loop on a model whose experts DeepSpeed divides: how far its weights are from those of plain
     training, against how far these have moved, and what its copies leave behind. ``reentrant``: how layers are
     recomputed; None: they are not."""
-    prepare_deepspeed()
     world = init_world()
     rows = rows_of(31, 7, 12, 25, 3, 18, 9, 14)
     torch.manual_seed(0)
@@ -144,8 +139,7 @@ def unmodified(stage: int, ep: int, reentrant: bool | None = None) -> dict[str, 
         "expert_parallel": {"enabled": True, "autoep_size": ep, "preset_model": "mixtral", "use_grouped_mm": False},
         "evenload": {"packing": {"enabled": True, "max_tokens": 64}, "moe": {"enabled": True, "mode": "clone"}},
     }
-    with Ledger() as ledger:
-        ledger.apply([*transformers.rows()[:1], *patch.rows()])
+    with switched_on():
         engine, _, loader, _ = deepspeed.initialize(
             model=model, config=ds_config, training_data=rows, collate_fn=collate
         )
@@ -159,7 +153,6 @@ def unmodified(stage: int, ep: int, reentrant: bool | None = None) -> dict[str, 
         divided = DividedExperts(engine.module, world.device)
         weights = divided.whole(full_weights(engine, dict(engine.module.named_parameters())))
         evaluated = [_evaluated(engine, rows[0])]
-    loop.release()
     evaluated.append(_evaluated(engine, rows[0]))
     left = bound(engine.module)
     divided.close()

@@ -34,7 +34,7 @@ OF_V = [
         (2, {"stage": 0, "dtype": "bf16"}, []),
         (2, {"stage": 1}, OTHER_RANKS + REFUSED),
         only_full(2, {"stage": 2, "dtype": "bf16"}, []),
-        (2, {"stage": 3}, OTHER_RANKS),
+        only_full(2, {"stage": 3}, OTHER_RANKS),
         only_full(2, {"stage": 0, **EXPERTS}, EP_2_ALONE),
         only_full(2, {"stage": 1, **EXPERTS}, EP_4),
         only_full(2, {"stage": 2, **EXPERTS}, EP_2),
@@ -44,7 +44,6 @@ OF_V = [
         (4, {"stage": 1, "pp": 2}, STAGES),
         (2, {"stage": 1, "pp": 2, "dtype": "bf16", "v_shape": True}, OF_V),
     ],
-    ids=str,
 )
 def test_a_run_goes_on_from_its_checkpoint(on_ranks, tmp_path, ranks, asked, then):
     """``then``: on so many ranks of a recipe with these changes it goes on to a rounding, or is refused by a message.

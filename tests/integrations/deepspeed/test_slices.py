@@ -144,14 +144,6 @@ def _not_recomputed(passes):
     }
 
 
-@pytest.mark.slow
-def test_backwards_in_a_row_release_what_they_gathered(on_ranks):
-    for counted, uncounted in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", tenants=False):
-        assert len(counted) == 16
-        assert max(counted) <= counted[0] < 10
-        assert uncounted[0] < 10 < min(uncounted[1:])
-
-
 def test_a_model_without_layer_numbers_runs_no_slices():
     model = _model("llama")
     for layer in model.model.layers:

@@ -10,7 +10,7 @@ from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
 from evenload.integrations.deepspeed.tenants import blocks_of, linear_names, need_gradient, replay_first
 from evenload.runtime.stage.offload import layers_of
-from harness.cases import only_full
+from harness.cases import full, only_full
 from harness.proof import ROUNDING
 from harness.world import World
 
@@ -176,12 +176,17 @@ def test_a_tenant_goes_on_under_the_other_trainer(forge, tmp_path, first, then):
 
 
 @pytest.mark.slow
-def test_backwards_in_a_row_release_the_frozen_weights_that_they_gathered(on_ranks):
-    for counted, uncounted in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", tenants=True):
+@pytest.mark.parametrize("tenants", [False, True])
+def test_backwards_in_a_row_release_the_weights_that_they_gathered_frozen_ones_too(on_ranks, tenants):
+    for counted, uncounted in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", tenants=tenants):
         assert len(counted) == 16
         assert max(counted) <= counted[0] < 10
         assert uncounted[0] < 10 < min(uncounted[1:])
-    for (counted,) in on_ranks(
-        2, "tenant_jobs.gathered_while_backward_ends", tenants=True, recompute=True, ways=[True]
-    ):
-        assert max(counted) <= 9, "a replay keeps the weights of one layer for its backward"
+
+
+@pytest.mark.slow
+@full
+def test_a_replay_keeps_the_frozen_weights_of_one_layer_for_its_backward(on_ranks):
+    asked = {"tenants": True, "recompute": True, "ways": [True]}
+    for (counted,) in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", **asked):
+        assert max(counted) <= 9

@@ -20,18 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-CONFIG = LlamaConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    num_labels=96,
-    classifier_dropout=0.0,
-    initializer_range=0.25,
-)
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OF_CLASSES = {"num_labels": 96, "classifier_dropout": 0.0}
+CONFIG = LlamaConfig(**SIZES, **OF_CLASSES, max_position_embeddings=256, pad_token_id=0, initializer_range=0.25)
 
 
 def loss_of(logits: Any, labels: Any, **more: Any) -> Any:

@@ -18,26 +18,14 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 IMAGE = 90
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-}
+TEXT = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 CLIP = {"model_type": "clip_vision_model", **TOWER, "patch_size": 2, "image_size": 8, "projection_dim": 16}
 OF_QWEN = {"depth": 2, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
 OF_QWEN |= {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "in_channels": 3}
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-LLAVA = {
-    "text_config": {"model_type": "llama", **TEXT},
-    "vision_config": CLIP,
-    "vision_feature_layer": -2,
-}
+LLAVA = {"text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP, "vision_feature_layer": -2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "text_config": {**TEXT, "rope_parameters": MROPE},

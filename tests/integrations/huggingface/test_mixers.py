@@ -18,6 +18,7 @@ from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attributes import with_attributes
 from harness.cases import only_full
 from torch.utils.checkpoint import checkpoint
+from variant_checks import check_exact
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
@@ -48,11 +49,8 @@ def search_in(model: Any) -> Any:
     ids=str,
 )
 def test_packs_are_exact_in_double_and_single_precision(on_ranks, dtype, names):
-    for found in on_ranks(2, "rank_rows.errors", names=names, dtype=dtype):
-        for family, one in found.items():
-            assert one["padded"] == [False], (family, one)
-            assert one["grad"] < (DOUBLE if dtype == "float64" else SINGLE), (family, one)
-            assert one["loss"] < 1e-6, (family, one)
+    found = on_ranks(2, "rank_rows.errors", names=names, dtype=dtype)
+    check_exact(found, DOUBLE if dtype == "float64" else SINGLE, padded=[False])
 
 
 RECOMPUTED = {"gradient_checkpointing": True, "dtype": "float32"}
@@ -66,25 +64,19 @@ RECOMPUTED = {"gradient_checkpointing": True, "dtype": "float32"}
 )
 def test_samples_that_are_cut_in_a_window_are_exact_beside_checkpointing(on_ranks, names, more):
     plugins = {"packing": {"max_tokens": 48, "slices": "auto"}}
-    for found in on_ranks(2, "rank_rows.errors", names=names, plugins=plugins, **more):
-        for family, one in found.items():
-            assert one["cut"] > 0, (family, one)
-            assert one["grad"] < (SINGLE if more else DOUBLE), (family, one)
+    of_ranks = on_ranks(2, "rank_rows.errors", names=names, plugins=plugins, **more)
+    check_exact(of_ranks, SINGLE if more else DOUBLE)
+    assert all(one["cut"] > 0 for found in of_ranks for one in found.values()), of_ranks
 
 
 def test_parts_that_mix_tokens_keep_samples_apart_where_layers_are_recomputed(on_ranks):
     names = ["nemotron_h", "mamba"]  # mamba's model hands its layers no arguments
-    for found in on_ranks(2, "rank_rows.errors", names=names, **RECOMPUTED):
-        assert [found[name]["padded"] for name in names] == [[False], [False]], found
-        assert all(one["grad"] < SINGLE for one in found.values()), found
+    check_exact(on_ranks(2, "rank_rows.errors", names=names, **RECOMPUTED), SINGLE, padded=[False])
 
 
 def test_ranks_share_no_window(on_ranks):
     plugins = {"packing": {"max_tokens": 128}, "mesh": {}}
-    for found in on_ranks(2, "rank_rows.errors", names=["mistral"], plugins=plugins):
-        assert found["mistral"]["shared"] == 0, found
-        assert found["mistral"]["padded"] == [False], found
-        assert found["mistral"]["grad"] < DOUBLE, found
+    check_exact(on_ranks(2, "rank_rows.errors", names=["mistral"], plugins=plugins), DOUBLE, shared=0, padded=[False])
 
 
 def test_rows_of_like_length_waste_at_most_half():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from variant_checks import check_exact
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
@@ -21,19 +22,14 @@ DOUBLE, SINGLE = 1e-9, 2e-6
     ids=str,
 )
 def test_padded_groups_are_exact_in_double_and_single_precision(on_ranks, dtype, names):
-    for found in on_ranks(2, "rank_rows.errors", names=names, dtype=dtype, no_packs=True):
-        for family, one in found.items():
-            assert one["padded"] == [True], (family, one)
-            assert one["grad"] < (DOUBLE if dtype == "float64" else SINGLE), (family, one)
-            assert one["loss"] < 1e-6, (family, one)
-            assert one["slots"] < 0.95 * one["stock_slots"], (family, one)
+    of_ranks = on_ranks(2, "rank_rows.errors", names=names, dtype=dtype, no_packs=True)
+    check_exact(of_ranks, DOUBLE if dtype == "float64" else SINGLE, padded=[True])
+    assert all(one["slots"] < 0.95 * one["stock_slots"] for found in of_ranks for one in found.values()), of_ranks
 
 
 @pytest.mark.parametrize("more", [{"lora": True}, {"left": True}], ids=lambda more: next(iter(more)))
 def test_adapters_and_left_padding_are_exact_too(on_ranks, more):
-    for found in on_ranks(2, "rank_rows.errors", names=["mistral"], no_packs=True, **more):
-        assert found["mistral"]["padded"] == [True], found
-        assert found["mistral"]["grad"] < DOUBLE, found
+    check_exact(on_ranks(2, "rank_rows.errors", names=["mistral"], no_packs=True, **more), DOUBLE, padded=[True])
 
 
 def test_dropout_of_attention_is_planned_by_its_law_and_a_mean_of_means_stays(on_ranks):

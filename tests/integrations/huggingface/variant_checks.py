@@ -1,10 +1,19 @@
-"""What tests ask of variants of a script: of what `Variants.of_kind` gives on each rank."""
+"""What tests ask of planned runs on all ranks: of models by name, and of what `Variants.of_kind` gives."""
 
 from __future__ import annotations
 
 from typing import Any
 
 OfRanks = list[dict[str, dict[str, Any]]]
+
+
+def check_exact(of_ranks: OfRanks, grad: float, **wanted: Any) -> None:
+    """Gradients and losses of each model, and what else its run came to."""
+    for found in of_ranks:
+        for name, one in found.items():
+            assert one["grad"] < grad, (name, one)
+            assert one["loss"] < 1e-6, (name, one)
+            assert {key: one[key] for key in wanted} == wanted, (name, one)
 
 
 def check_planned(of_ranks: OfRanks, most_of_loss: float) -> None:
