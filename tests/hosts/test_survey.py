@@ -26,27 +26,24 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Modul
             del sys.modules[name]
 
 
-@pytest.fixture
-def survey(benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark("survey")
-
-
 def write(checkout: Path, kind: str, name: str, **content: object) -> None:
     folder = checkout / "tests" / "functional_tests" / "test_cases" / kind / name
     folder.mkdir(parents=True)
     (folder / "model_config.yaml").write_text(yaml.safe_dump(content))
 
 
-def test_recipes_without_a_micro_batch_are_no_training_recipes(survey: ModuleType, tmp_path: Path) -> None:
+def test_recipes_without_a_micro_batch_are_no_training_recipes(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
     write(tmp_path, "gpt", "a", MODEL_ARGS={"--micro-batch-size": 4}, ENV_VARS={"NCCL_ALGO": "Ring"})
     write(tmp_path, "moe", "b", MODEL_ARGS={"--micro-batch-size": 1}, MODE="inference")
     write(tmp_path, "common", "converter", MODEL_ARGS={"--load": "x"})
-    read = survey.recipes(tmp_path)
+    read = benchmark("survey").recipes(tmp_path)
     assert [(one.kind, one.name, one.mode) for one in read] == [("gpt", "a", "pretraining"), ("moe", "b", "inference")]
     assert read[0].variables == {"NCCL_ALGO": "Ring"}
 
 
-def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
+def test_the_table_counts_every_recipe_once(benchmark: Callable[[str], ModuleType]) -> None:
     from evenload.commands.tables.show import Console
 
     rows = [
@@ -55,7 +52,7 @@ def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
         {"recipe": "c", "kind": "t5", "verdict": "refused", "why": "no GPT", "detail": "t5"},
     ]
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(survey.table({"checkout": "x", "rows": rows}))
+    console.print(benchmark("survey").table({"checkout": "x", "rows": rows}))
     text = console.export_text()
     assert "1  refused: no graphs" in text
     (last,) = [line for line in text.splitlines() if line.split()[:1] == ["all"]]

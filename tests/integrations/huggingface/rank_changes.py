@@ -357,21 +357,21 @@ def prompted(model: Any) -> Any:
     return model
 
 
+def adapted(model: Any, **config: Any) -> Any:
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **config)).double()
+
+
+def with_saved_embeddings(model: Any) -> Any:
+    """PEFT trains copies of the embeddings and the head, in modules of its own around them."""
+    return adapted(model, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+
+
 def adapted_by_older(model: Any) -> Any:
     """PEFT before 0.21 calls the model's method, past hooks of the module."""
-    torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(model, config).double()
+    model = adapted(model, target_modules="all-linear", init_lora_weights=False)
     model.base_model.forward = model.base_model.model.forward
     return model
-
-
-def adapted(**more: Any) -> Any:
-    def change(model: Any) -> Any:
-        torch.manual_seed(1)
-        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **more)).double()
-
-    return change
 
 
 def without_words(model: Any) -> Any:
@@ -394,12 +394,10 @@ def halved(model: Any) -> Any:
     return model
 
 
-# PEFT trains copies of what is saved with an adapter, in modules of its own around them.
-SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
 NOT_LINEAR = "a hook on a parameter changes gradients, and not in proportion to them"
 for mark, name, change in (
     (script.planned(1), "MaskingHooks", hooked(masked)),
-    (script.planned(2), "SavedEmbeddings", adapted(**SAVED)),
+    (script.planned(2), "SavedEmbeddings", with_saved_embeddings),
     (script.planned(2), "OlderAdapters", adapted_by_older),
     (script.stays(NOT_LINEAR), "ClampingHooks", hooked(clamped)),
     (script.stays(NOT_LINEAR), "HalvingHooks", halved),
