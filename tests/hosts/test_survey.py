@@ -71,3 +71,9 @@ def test_outcomes_of_upstreams_tests_are_compared_by_name(
     assert found[0] == {"t::a": "passed", "t::b": "failure"}
     assert unit_tests.differing(*found) == ["t::a: passed, skipped"]
     assert unit_tests.differing(found[0], {}) == ["t::a: passed, missing", "t::b: failure, missing"]
+
+
+def test_rows_of_packed_conversations_hold_each_once(benchmark: Callable[[str], ModuleType]) -> None:
+    rows = benchmark("sft_packs").best_fit([700, 400, 300, 600, 20])
+    assert sorted(length for row in rows for length in row) == [20, 300, 400, 600, 700]
+    assert max(sum(row) for row in rows) <= 1024
