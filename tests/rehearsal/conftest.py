@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +16,7 @@ from harness.world import World
 
 from .asked import units_asked
 from .nccl import broken
+from .seen import Seen, seen_in
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,43 +29,56 @@ def module_at(path: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def worlds(
-    forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str, int], Any]]:
-    """``worlds("megatron", 2)``: ranks with a GPU each; see `world` of the tests' own conftest."""
-    kind = type_of_world()
-    worlds: dict[tuple[str, int], Any] = {}
-
-    def get(trainer: str, size: int) -> Any:
-        key = trainer, size
-        if key not in worlds or not worlds[key].active:
-            worlds[key] = kind(forge(f"cuda+{trainer}"), size, tmp_path_factory.mktemp(f"world{size}"))
-        return worlds[key]
-
-    yield get
-    for one in worlds.values():
-        if one.active:
-            one.close()
+def enabling(recipe: Path) -> str:
+    """What switches evenload on in every rank, as ``evenload run`` does."""
+    return f"import evenload; evenload.enable({str(recipe)!r})"
 
 
-def type_of_world() -> Any:
-    return World
+HEAD = f"""
+import json, os, sys
+sys.path.insert(0, {str(TESTS)!r})
+import rehearsal
+rehearsal.install()
+"""
 
 
-@pytest.fixture(scope="module")
-def jobs(worlds: Callable[[str, int], Any]) -> Callable[[str], Callable[..., list[Any]]]:
-    """``jobs("megatron")(4, "job", ...)``: a job of that trainer's tests, on ranks with a GPU each."""
+def said_by(program: str, *arguments: str, limit_s: float = 200, **environment: str) -> str:
+    """What a program with a rehearsed GPU of its own wrote, which ends well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment}
+    command = [sys.executable, "-c", HEAD + program, *arguments]
+    done = subprocess.run(
+        command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
-    def of(trainer: str) -> Callable[..., list[Any]]:
-        call = module_at(f"integrations/{trainer}/conftest.py").call
 
-        def on_ranks(size: int, job: str, **arguments: Any) -> list[Any]:
-            world = worlds(trainer, size)
-            results: list[Any] = world.run(call, job, arguments, timeout_s=240.0)
-            assert not broken(dict(enumerate(world.run(units_asked))))
-            return results
+@pytest.fixture
+def rehearse(forge: Callable[[str], Any], tmp_path: Path) -> Callable[..., tuple[Any, Seen]]:
+    """``rehearse("megatron", ("train", ...))``: two ranks end well, doing nothing that a GPU refuses; what was seen."""
 
-        return on_ranks
+    def run(
+        trainer: str, words: tuple[str, ...], ranks: int = 2, planted: str = "", place: Path = tmp_path, **more: Any
+    ) -> tuple[Any, Seen]:
+        place.mkdir(exist_ok=True)
+        done = forge(f"cuda+{trainer}").run(place, words, ranks, planted, **more)
+        assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
+        seen = seen_in(done.outputs)
+        seen.check()
+        return done, seen
 
-    return of
+    return run
+
+
+@pytest.fixture
+def on_ranks(worlds: Callable[[str, int], World]) -> Callable[..., list[Any]]:
+    """``on_ranks(4, "job", ...)``: a job of the tests of Megatron-Core, on ranks with a GPU each."""
+    call = module_at("integrations/megatron/conftest.py").call
+
+    def run(size: int, job: str, **arguments: Any) -> list[Any]:
+        world = worlds("cuda+megatron", size)
+        results: list[Any] = world.run(call, job, arguments, timeout_s=240.0)
+        assert not broken(dict(enumerate(world.run(units_asked))))
+        return results
+
+    return run

@@ -58,8 +58,9 @@ def main() -> None:
             seconds, steps = time.monotonic() - start, cases.STEPS_OF.get(case, cases.STEPS)
             seen = seeing.seen_in(done.outputs)
             first = json.loads(min(done.outputs.glob("rank.*.json")).read_text())
-            own = sum(n for what, n in seeing.each_step(seen.waits[0], steps).items() if not cases.is_setup(what))
-            every = sum(n / steps for what, n in seen.waits[0].items() if n >= steps and not cases.is_setup(what))
+            own = sum(seen.waits_of_ours(steps, *cases.SETUP)[0].values())
+            in_steps = (n for what, n in seen.waits[0].items() if not any(place in what for place in cases.SETUP))
+            every = sum(n / steps for n in in_steps if n >= steps)
             beside = Counter({k: n for k, n in seen.to_device[0].items() if k.startswith("runs beside")})
             moved = sum(n for what, n in first["bytes_to_device"].items() if "copy_rows" in what)
             table.add_row(

@@ -10,19 +10,9 @@ from typing import NamedTuple
 from .nccl import Unit, broken
 
 HOSTS = (
-    "tests/scripts/",
-    "tests/hosts/",
-    "safetensors/",
-    "megatron/",
-    "deepspeed/",
-    "transformers/",
-    "accelerate/",
-    "torch/",
-    "trl/",
-    "peft/",
-    "?",
-    "/",
-)
+    "tests/scripts/", "tests/hosts/", "safetensors/", "megatron/", "deepspeed/", "transformers/", "accelerate/",
+    "torch/", "trl/", "peft/", "?", "/",
+)  # fmt: skip
 
 
 class Seen(NamedTuple):
@@ -39,6 +29,15 @@ class Seen(NamedTuple):
         assert self.waits, "no rank has left a ledger"
         assert not self.faults
         assert not broken(self.units, self.one_queue)
+
+    def waits_of_ours(self, steps: int, *passed_over: str) -> list[dict[str, float]]:
+        """By rank, how often evenload waits for the device in a step, but for places whose names hold one of these."""
+        return [_without(each_step(waits, steps), passed_over) for waits in self.waits]
+
+    def check_copies(self, steps: int, *passed_over: str) -> None:
+        """No step waits for what it sends to the device."""
+        copies = [what for one in self.to_device for what in _without(each_step(one, steps), passed_over)]
+        assert not [what for what in copies if what.startswith("waits")]
 
 
 def seen_in(outputs: Path) -> Seen:
@@ -63,3 +62,7 @@ def each_step(counts: Counter[str], steps: int) -> dict[str, float]:
         for what, number in counts.items()
         if number >= steps and not what.partition(" at ")[2].startswith(HOSTS)
     }
+
+
+def _without(counts: dict[str, float], passed_over: tuple[str, ...]) -> dict[str, float]:
+    return {what: number for what, number in counts.items() if not any(place in what for place in passed_over)}

@@ -1,28 +1,14 @@
 """The books of a rehearsed GPU's memory, and what `evenload profile` makes of them."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import yaml
 
-from .conftest import TESTS
-from .seen import seen_in
+from .conftest import said_by
 from .test_recipes import RECIPES, SMALL
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-import os, sys
-sys.path.insert(0, {tests!r})
-os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-import rehearsal
-rehearsal.install()
 import torch
 MIB = 1 << 20
 cuda = torch.cuda
@@ -50,19 +36,14 @@ os._exit(0)
 """
 
 
-def test_storages_of_the_device_are_in_its_books_while_something_holds_them() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM.format(tests=str(TESTS))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert "DONE" in done.stdout, done.stderr[-3000:]
+def test_storages_of_the_device_are_in_its_books_while_something_holds_them():
+    assert "DONE" in said_by(PROGRAM)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("recipe", ["slices", "deepspeed"])
-def test_a_profile_predicts_what_the_allocator_holds(recipe: str, forge: Any, tmp_path: Path) -> None:
-    trainer, costs = "deepspeed" if recipe == "deepspeed" else "megatron", tmp_path / "costs.yaml"
+def test_a_profile_predicts_what_the_allocator_holds(recipe, rehearse, tmp_path):
+    costs = tmp_path / "costs.yaml"
     words = ("profile", str(RECIPES / f"{recipe}.yaml"), *SMALL, "--out", str(costs))
-    done = forge(f"cuda+{trainer}").run(tmp_path, words, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen_in(done.outputs).check()
+    rehearse("deepspeed" if recipe == "deepspeed" else "megatron", words)
     assert yaml.safe_load(costs.read_text())["memory"]["fit_error"] < 0.05

@@ -1,15 +1,12 @@
 """Each of NCCL's rules between ranks by a program that breaks it, though gloo brings it to its end, and by one that
 does not. What one rank can break alone is in test_rules.py."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from .nccl import RULES, broken
-from .seen import Seen, seen_in
+from .seen import seen_in
 from .test_recipes import RECIPES, SMALL
 from .test_rules import ACTS as BROKEN_BY_ONE
 
@@ -100,20 +97,20 @@ ACTS = {
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_what_nccl_never_ends_is_noticed(forge: Any, tmp_path: Path, name: str) -> None:
+def test_what_nccl_never_ends_is_noticed(forge, tmp_path, name):
     act = ACTS[name]
-    seen = run(forge, tmp_path, act.program, act.ranks)
+    done = run(forge, tmp_path, act.program, act.ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = seen_in(done.outputs)
     assert not seen.faults
     says = broken(seen.units, act.one_queue)
     assert act.says in "; ".join(says) if act.says else not says
 
 
-def run(forge: Any, folder: Path, program: str, ranks: int) -> Seen:
+def run(forge, folder, program, ranks=2):
     script = folder / "script.py"
     script.write_text(HEAD + program + END)
-    done = forge("cuda+torch").run(folder, (), ranks, script=script, limit_s=60)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return seen_in(done.outputs)
+    return forge("cuda+torch").run(folder, (), ranks, script=script, limit_s=60)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +120,13 @@ def run(forge: Any, folder: Path, program: str, ranks: int) -> Seen:
         ("dist.all_to_all_single(z, x, [1, 2], [1, 2] if r else [2, 1])", "sends and expects [1, "),
     ],
 )
-def test_a_call_that_differs_is_refused_at_once(forge: Any, tmp_path: Path, program: str, says: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(HEAD + program + END)
-    done = forge("cuda+torch").run(tmp_path, (), 2, script=script, limit_s=60)
+def test_a_call_that_differs_is_refused_at_once(forge, tmp_path, program, says):
+    done = run(forge, tmp_path, program)
     assert done.returncode
     assert f"call 0 of nccl [0, 1] of 0 {says}" in done.stderr
 
 
-def test_counts_that_differ_are_noticed() -> None:
+def test_counts_that_differ_are_noticed():
     ranks = [0, 1]
     units = {
         rank: [{"of": "nccl", "ranks": ranks, "what": "all_to_all_single", "counts": counts, "after": {}}]
@@ -162,7 +157,7 @@ HANDLED = {
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.cuda) for how in HANDLED])
-def test_a_rank_that_dies_ends_the_job_with_one_message(forge: Any, tmp_path: Path, how: str) -> None:
+def test_a_rank_that_dies_ends_the_job_with_one_message(forge, tmp_path, how):
     planted = DIES.replace("{environment!r}", repr(HANDLED[how]))
     words = ("train", str(RECIPES / "slices.yaml"), *SMALL, "safety.gone_s=4")
     done = forge("cuda+megatron").run(tmp_path, words, 2, planted)
@@ -176,7 +171,7 @@ AT_ONCE = "from evenload.runtime.stage import stage_links\nstage_links.has_one_q
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("planted", ["", AT_ONCE], ids=["in turns", "at once"])
-def test_stages_whose_devices_have_one_queue(forge: Any, tmp_path: Path, planted: str) -> None:
+def test_stages_whose_devices_have_one_queue(forge, tmp_path, planted):
     words = ("train", str(RECIPES / "pipeline.yaml"), *SMALL)
     done = forge("cuda+megatron").run(tmp_path, words, 2, ONE_QUEUE + planted)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -198,6 +193,6 @@ BY_A_RUN = {
 }
 
 
-def test_every_rule_is_broken_in_a_test() -> None:
+def test_every_rule_is_broken_in_a_test():
     assert {act.rule for act in ACTS.values() if act.says} | BY_ONE_RANK.keys() | BY_A_RUN.keys() == RULES.keys()
     assert {*BY_ONE_RANK.values()} <= BROKEN_BY_ONE.keys()

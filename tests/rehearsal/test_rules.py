@@ -1,25 +1,20 @@
 """Each rule of the rehearsal by an act that breaks it, and one that does not."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from .conftest import said_by
+
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parents[1]
 HANDED = (
     "side.wait_stream(torch.cuda.current_stream())\nwith torch.cuda.stream(side): y = gpu * 2\n"
     "torch.cuda.current_stream().wait_stream(side)\n"
 )
 CAPTURED = "graph = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(graph): y = gpu * 2\n"
-ACTS: dict[str, tuple[str, str]] = {
+ACTS = {
     "an op on both sides": ("gpu + torch.ones(3)", "on both sides"),
     "an index of the device on the host": ("torch.ones(3)[torch.zeros(1, dtype=torch.int64, device='cuda')]", "both"),
     "NumPy of a tensor on the device": ("gpu.numpy()", "can't convert cuda"),
@@ -116,7 +111,7 @@ ACTS: dict[str, tuple[str, str]] = {
         "add reads on the main stream what is written on stream SIDE",
     ),
 }
-FINE: dict[str, str] = {
+FINE = {
     "a number on the host": "assert (gpu * torch.tensor(2.0)).sum().item() == 6",
     "a context's device": "with torch.device('meta'): x = torch.empty(2)\nassert x.is_meta, x.device",
     "an index on the host": "assert gpu[torch.tensor([0, 1])].is_cuda",
@@ -208,11 +203,7 @@ FINE: dict[str, str] = {
     "an offset does not": "gpu[:2].add_(1); assert not ledger.counts['waits']",
 }
 HEAD = """
-import sys, os, threading
-sys.path.insert(0, {tests!r})
-os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1", GLOO_SOCKET_IFNAME="lo")
-import rehearsal
-rehearsal.install()
+import threading
 import torch, torch.distributed as dist
 torch.cuda.set_device(1)
 from rehearsal import ledger, streams
@@ -243,8 +234,8 @@ def flash(dtype, width, strided=False):
     borders = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
     return varlen_attn(x, x, x, borders, borders, 4, 4)
 
-results = {{}}
-for name, act in {acts!r}.items():
+results = {}
+for name, act in json.loads(sys.argv[1]).items():
     gpu, side = torch.ones(3, device="cuda"), torch.cuda.Stream()
     for count in ledger.counts.values():
         count.clear()
@@ -252,32 +243,25 @@ for name, act in {acts!r}.items():
         exec(act)
         results[name] = ""
     except Exception as error:
-        results[name] = f"{{type(error).__name__}}: {{error}}"
-import json
+        results[name] = f"{type(error).__name__}: {error}"
 print("RESULTS" + json.dumps(results), flush=True)
 os._exit(0)
 """
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
+def results():
     """What each act raised, all in one process."""
     acts = {name: act for name, (act, _) in ACTS.items()} | FINE
-    program = HEAD.format(tests=str(TESTS), acts=acts)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "RESULTS" in done.stdout, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout.partition("RESULTS")[2])
-    return found
+    rank = {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return json.loads(said_by(HEAD, json.dumps(acts), **rank).partition("RESULTS")[2])
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_what_cuda_refuses_is_refused(results: dict[str, str], name: str) -> None:
+def test_what_cuda_refuses_is_refused(results, name):
     assert re.fullmatch(f".*{re.escape(ACTS[name][1]).replace('SIDE', '[0-9]+')}.*", results[name], re.DOTALL)
 
 
 @pytest.mark.parametrize("name", FINE)
-def test_what_cuda_does_is_done(results: dict[str, str], name: str) -> None:
+def test_what_cuda_does_is_done(results, name):
     assert results[name] == ""

@@ -1,15 +1,8 @@
-"""Runs that end and go on, on a rehearsed GPU: checkpoints beside steps, weights that come and leave in folders."""
-
-from __future__ import annotations
+"""Runs that end and go on, on a rehearsed GPU: checkpoints next to steps, weights that come and leave in folders."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-
-from .seen import seen_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda]
 
@@ -29,26 +22,18 @@ MORE = {
 
 
 @pytest.mark.parametrize("trainer", MORE)
-def test_a_run_saves_beside_its_steps_goes_on_and_leaves_as_a_folder(
-    trainer: str, forge: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_a_run_saves_beside_its_steps_goes_on_and_leaves_as_a_folder(trainer, rehearse, tmp_path):
     (tmp_path / "r.yaml").write_text(RECIPE.format(trainer=trainer, more=MORE[trainer]))
 
-    def run(*words: str) -> Any:
-        done = forge(f"cuda+{trainer}").run(tmp_path, (*words, "--json"), 2)
-        assert done.returncode == 0, done.stderr[-3000:]
-        seen_in(done.outputs).check()
-        return json.loads(done.stdout)
+    def run(*words):
+        return json.loads(rehearse(trainer, (*words, "--json"))[0].stdout)
 
-    def losses(name: str) -> list[float]:
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        return [row["loss"] for row in rows if "loss" in row]
+    def losses(folder, *words):
+        return [row["loss"] for row in run("train", "r.yaml", f"checkpoint.dir={folder}", *words)["steps"]]
 
-    run("train", "r.yaml", "checkpoint.dir=whole", "log.jsonl=whole.jsonl")
-    run("train", "r.yaml", "checkpoint.dir=parts", "log.jsonl=first.jsonl", "train.steps=2")
-    run("train", "r.yaml", "checkpoint.dir=parts", "log.jsonl=second.jsonl")
-    assert len(losses("whole.jsonl")) == 3
-    assert losses("first.jsonl") + losses("second.jsonl") == losses("whole.jsonl")
+    whole = losses("whole")
+    assert len(whole) == 3
+    assert losses("parts", "train.steps=2") + losses("parts") == whole
     left = [run("export", name, "--out", f"{name}_out")["files"] for name in ("whole", "parts")]
     assert left[0] == left[1]
     for name in left[0]:

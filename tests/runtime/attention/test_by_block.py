@@ -1,16 +1,14 @@
 """Rows of one token over blocks of a cache, against attention by its definition."""
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from evenload.core.plan.step_plan import Slice
 from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.by_block import attend_rows
 from evenload.runtime.attention.kv_cache import CachedRows, KvCache
 from evenload.runtime.attention.scores import ScoreForm
+from harness.attention import attention
 from hypothesis import given
-
-from .definition import attention
 
 HEADS, GROUPS, DIM, BLOCK = 6, 2, 4, 4
 CPU = torch.device("cpu")
@@ -46,26 +44,22 @@ def by_definition(q_BHD, pools, rows, scores):
     return torch.stack(out)
 
 
+FORMS = (
+    {}, {"window": 5}, {"softcap": 1.5}, {"softcap": 1.0, "window": 3},
+    {"sinks_H": torch.linspace(-2, 2, HEADS).double()},
+)  # fmt: skip
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 20), st.integers(0, 120))
 def test_rows_of_all_lengths_shared_prompts_and_free_blocks(lengths, prompt, ended):
     rows, pools = rows_of(lengths, prompt, ended)
     q_BHD = torch.randn(len(lengths), HEADS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for window in (None, 5):
-        scores = ScoreForm(0.7, window)
+    for more in FORMS:
+        scores = ScoreForm(0.7, **more)
         want = by_definition(q_BHD, pools, rows, scores)
         torch.testing.assert_close(attend_rows(q_BHD, pools, rows, scores), want, rtol=0, atol=1e-12)
         if not rows.are_even:
             assert rows.reads.num_in_place + len(rows.reads.gathered_E) == len(rows.reads.rows_P)
-
-
-@pytest.mark.parametrize("lengths", [[9, 9, 10], [1, 50, 3, 17]], ids=["even", "uneven"])
-def test_caps_and_sinks_of_scores(lengths):
-    rows, pools = rows_of(lengths, 8, 0)
-    q_BHD = torch.randn(len(lengths), HEADS, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    for more in ({"softcap": 1.5}, {"sinks_H": torch.linspace(-2, 2, HEADS).double()}, {"softcap": 1.0, "window": 3}):
-        scores = ScoreForm(0.7, **more)
-        want = by_definition(q_BHD, pools, rows, scores)
-        torch.testing.assert_close(attend_rows(q_BHD, pools, rows, scores), want, rtol=0, atol=1e-12)
 
 
 def test_half_precision_sums_in_float32():

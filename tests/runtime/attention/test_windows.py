@@ -11,21 +11,17 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.runtime.attention import blocks, kernels
 from evenload.runtime.attention.attention import packed_attention
-from evenload.runtime.attention.blocks import BLOCKS, Inputs
+from evenload.runtime.attention.blocks import choose_block
+from evenload.runtime.attention.kernels import choose_kernel
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.world.plane import Plane
+from harness.attention import attention
+from harness.attention import error as largest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .definition import attention
-from .definition import error as largest
-
 HEADS, GROUPS, SCALE = 4, 2, 0.3
-
-
-def dense(q, k, v, window, softcap=None, sinks_H=None):
-    return attention(q, k, v, SCALE, window=window, softcap=softcap, sinks_H=sinks_H)[0]
 
 
 def samples(lengths, width, wide):
@@ -37,11 +33,10 @@ def samples(lengths, width, wide):
 
 
 def parts_of(length, pieces):
-    borders = sorted({i * length // pieces for i in range(pieces + 1)})
-    return list(pairwise(borders))
+    return list(pairwise(sorted({i * length // pieces for i in range(pieces + 1)})))
 
 
-def run(rows, pieces, window, attend=packed_attention, **more):
+def run(rows, pieces, **how):
     """Outputs and gradients where each sample is cut into so many pieces, the k-th of all samples in pack k."""
     lengths = [len(row[0]) for row in rows]
     cuts = [parts_of(n, p) for n, p in zip(lengths, pieces, strict=True)]
@@ -52,7 +47,7 @@ def run(rows, pieces, window, attend=packed_attention, **more):
         slices = tuple(Slice(i, *cuts[i][step]) for i in range(len(rows)) if step < len(cuts[i]))
         pack = build_pack(MicroBatch(slices, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64), prefix=store)
         q, k, v, weight = (torch.cat([rows[s.sequence][x][s.start : s.stop] for s in slices]) for x in range(4))
-        out = attend(q, k, v, pack, 1, SCALE, window=window, **more)
+        out = packed_attention(q, k, v, pack, 1, SCALE, **how)
         losses.append((out * weight).sum())
         for piece, part in zip(slices, torch.split(out.detach(), [s.length for s in slices]), strict=True):
             outs[piece.sequence].append(part)
@@ -61,15 +56,6 @@ def run(rows, pieces, window, attend=packed_attention, **more):
     if store is not None:
         store.check_empty()
     return [torch.cat(out) for out in outs], [x.grad for row in rows for x in row[:3]]
-
-
-def error(lengths, pieces, window, width=8, wide=8, attend=packed_attention):
-    """Largest relative error of outputs and gradients."""
-    outs, grads = run(samples(lengths, width, wide), pieces, window, attend)
-    rows = samples(lengths, width, wide)
-    wanted = [dense(*row[:3], window) for row in rows]
-    sum((out * row[3]).sum() for out, row in zip(wanted, rows, strict=True)).backward()
-    return max(largest(outs, wanted), largest(grads, [x.grad for row in rows for x in row[:3]]))
 
 
 @contextmanager
@@ -83,98 +69,60 @@ def small_blocks():
         kernels._ROWS, blocks._WINDOW_ROWS, blocks._SCORES = before
 
 
-def error_of_scores(lengths, pieces, window, softcap, with_sinks, changes=None):
-    """Largest relative error of outputs and gradients, those of the sinks too; `changes` to what is packed."""
+def error(lengths, pieces, window, *, widths=(8, 8), softcap=None, sinks=False, changed=()):
+    """Largest relative error of outputs and gradients, those of the sinks too; ``changed``: what packs are given."""
     found, wanted = [], []
-    for errs, own in ((found, True), (wanted, False)):
-        rows, sinks = samples(lengths, 8, 8), torch.linspace(-1.0, 2.0, HEADS, dtype=torch.float64)
-        more = {"softcap": softcap, "sinks_H": sinks.requires_grad_() if with_sinks else None}
-        if own:
-            outs, grads = run(rows, pieces, window, **more | (changes or {}))
+    for errors in (found, wanted):
+        rows, sinks_H = samples(lengths, *widths), torch.linspace(-1.0, 2.0, HEADS, dtype=torch.float64)
+        how = {"window": window, "softcap": softcap, "sinks_H": sinks_H.requires_grad_() if sinks else None}
+        if errors is found:
+            outs, grads = run(rows, pieces, **how | dict(changed))
         else:
-            outs = [dense(*row[:3], window, **more) for row in rows]
+            outs = [attention(*row[:3], SCALE, **how)[0] for row in rows]
             sum((out * row[3]).sum() for out, row in zip(outs, rows, strict=True)).backward()
             grads = [x.grad for row in rows for x in row[:3]]
-        errs += [*(out.detach() for out in outs), *grads, *([sinks.grad] if with_sinks else [])]
+        errors += [*(out.detach() for out in outs), *grads, *([sinks_H.grad] if sinks else [])]
     return largest(found, wanted)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=4),
-    st.one_of(st.none(), st.integers(0, 45)),
-    st.sampled_from([None, 0.5, 3.0]),
-    st.booleans(),
-)
-def test_soft_caps_and_sinks_are_exact_for_whole_and_cut_samples(drawn, window, softcap, with_sinks):
-    lengths, pieces = zip(*drawn, strict=True)
+SAMPLES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4)
+"""Lengths, and the number of pieces that each is cut into."""
+WINDOWS = st.none() | st.integers(0, 45)
+
+
+@given(SAMPLES, WINDOWS, st.sampled_from([None, 0.5, 3.0]), st.booleans())
+def test_soft_caps_and_sinks_are_exact_for_whole_and_cut_samples(drawn, window, softcap, sinks):
     with small_blocks():
-        assert error_of_scores(lengths, pieces, window, softcap, with_sinks) < 1e-12
+        assert error(*zip(*drawn, strict=True), window, softcap=softcap, sinks=sinks) < 1e-12
 
 
-@pytest.mark.parametrize("change", [{"softcap": None}, {"softcap": 0.6}, {"sinks_H": torch.zeros(HEADS).double()}])
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_the_proof_catches_a_soft_cap_or_sinks_left_out(change, pieces):
-    assert error_of_scores([20], [pieces], 4, 0.5, "sinks_H" not in change, change) > 1e-2
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4),
-    st.one_of(st.none(), st.integers(0, 45)),
-    st.sampled_from([(8, 8), (12, 8), (4, 8)]),
-)
+@given(SAMPLES, WINDOWS, st.sampled_from([(8, 8), (12, 8), (4, 8)]))
 def test_windows_and_widths_are_exact_for_whole_and_cut_samples(drawn, window, widths):
-    lengths, pieces = zip(*drawn, strict=True)
     with small_blocks():
-        assert error(lengths, pieces, window, *widths) < 1e-12
+        assert error(*zip(*drawn, strict=True), window, widths=widths) < 1e-12
 
 
-@pytest.mark.parametrize("changed", [lambda window: None, lambda window: window + 1], ids=["none", "one more"])
+@pytest.mark.parametrize(
+    "change",
+    [{"softcap": None}, {"softcap": 0.6}, {"sinks_H": torch.zeros(HEADS).double()}, {"window": None}, {"window": 5}],
+)
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_the_proof_catches_another_window(changed, pieces):
-    def attend(*pack, window):
-        return packed_attention(*pack, window=changed(window))
-
-    assert error([20], [pieces], 4, attend=attend) > 1e-2
+def test_the_proof_catches_what_is_left_out_or_another(change, pieces):
+    assert error([20], [pieces], 4, softcap=0.5, sinks="sinks_H" not in change, changed=change) > 1e-2
 
 
 def test_the_proof_catches_a_window_that_ends_with_its_slice():
-    rows = samples([20], 8, 8)
-    wanted = [dense(*row[:3], 4) for row in rows]
-    cut = [torch.cat([dense(*(x[a:b] for x in rows[0][:3]), 4) for a, b in parts_of(20, 3)])]
+    (row,) = samples([20], 8, 8)
+    wanted = [attention(*row[:3], SCALE, window=4)[0]]
+    cut = [torch.cat([attention(*(x[a:b] for x in row[:3]), SCALE, window=4)[0] for a, b in parts_of(20, 3)])]
     assert largest(cut, wanted) > 1e-2
-    assert largest(run(samples([20], 8, 8), [3], 4)[0], wanted) < 1e-12
-
-
-@pytest.mark.parametrize("window", [0, 3, 11, 40])
-def test_every_block_that_knows_windows_sees_the_same(window):
-    rows = [row for row in BLOCKS if "window" in row.options and row.supports(torch.float64, torch.device("cpu"), 8)]
-    assert [row.name for row in rows] == ["plain"]
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(n, h, 8, generator=generator, dtype=torch.float64) for n, h in ((5, 4), (12, 2), (12, 2)))
-    x = Inputs(q, k, v, True, SCALE, window)
-    full = torch.cat([torch.zeros(7, 4, 8, dtype=torch.float64), q])
-    assert largest([rows[0].forward(x)[0]], [dense(full, k, v, window)[7:]]) < 1e-13
 
 
 def test_kernels_without_windows_are_not_chosen_for_them():
-    blocks.choose_block.cache_clear()
-    kernels.choose_kernel.cache_clear()
     cpu = torch.device("cpu")
-    assert blocks.choose_block(cpu, torch.float64, 8).name == "torch_cpu"
-    assert blocks.choose_block(cpu, torch.float64, 8, frozenset({"window"})).name == "plain"
-    assert kernels.choose_kernel(cpu, torch.float64, 8, frozenset({"window", "dropout"})).name == "sdpa"
-    assert {b.name: sorted(b.options) for b in BLOCKS} == {
-        "flash_attn": ["softcap", "window"],
-        "torch_flash": [],
-        "torch_cpu": [],
-        "plain": ["softcap", "window"],
-    }
-    assert {k.name: sorted(k.options) for k in kernels.KERNELS} == {
-        "flash_attn": ["dropout", "window"],
-        "transformer_engine": ["window"],
-        "torch_varlen": [],
-        "sdpa": ["dropout", "window"],
-    }
+    assert choose_block(cpu, torch.float64, 8).name == "torch_cpu"
+    assert choose_block(cpu, torch.float64, 8, frozenset({"window"})).name == "plain"
+    assert choose_kernel(cpu, torch.float64, 8, frozenset({"window", "dropout"})).name == "sdpa"
 
 
 def test_a_ring_refuses_windows():
@@ -201,10 +149,5 @@ def test_dropout_keeps_its_share_of_the_weights_and_their_sum(window):
 
 
 def test_dropout_is_refused_where_a_sample_is_cut():
-    rows = samples([12], 8, 8)
-
-    def attend(*args, window):
-        return packed_attention(*args, dropout=0.1)
-
     with pytest.raises(EvenloadError, match="attention dropout"):
-        run(rows, [2], None, attend)
+        run(samples([12], 8, 8), [2], dropout=0.1)

@@ -18,6 +18,7 @@ from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.attention.sharing import gather, relayout, ring, running_job
 from evenload.runtime.world.plane import Plane
+from harness.attention import attention
 from harness.proof.drawn import random_shared_plan
 from harness.proof.faults import around, fault
 from torch.utils.checkpoint import checkpoint
@@ -71,14 +72,7 @@ def sinks_of(layer, heads):
 def dense(q, k, v, dout, layer):
     """out, dq, dk, dv of one whole sequence."""
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    repeat = q.shape[1] // k.shape[1]
-    keys, values = (t.repeat_interleave(repeat, dim=1) for t in leaves[1:])
-    scores = torch.einsum("nhd,mhd->hnm", leaves[0], keys) * DIM**-0.5
-    unseen = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    scores, sinks = scores.masked_fill(unseen, -torch.inf), sinks_of(layer, q.shape[1])
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
-    out = torch.einsum("hnm,mhd->nhd", scores.softmax(-1)[..., : len(q)], values)
+    out, _ = attention(*leaves, DIM**-0.5, sinks_H=sinks_of(layer, q.shape[1]))
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
