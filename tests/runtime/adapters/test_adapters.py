@@ -41,10 +41,19 @@ def site(module, name):
     )
 
 
-def adapters_of(layer):
+@pytest.fixture
+def layer():
+    return Layer()
+
+
+@pytest.fixture
+def adapters(layer):
+    """Of one block, where nobody has joined."""
     sites = (site(layer.up, "layers.0.up"), site(layer.down, "layers.0.down"))
     block = AdaptedBlock(layer, lambda _, words: words["pack"], sites)
-    return Adapters([block], ["layers.0.up", "layers.0.down"], AdapterPeers(), torch.float64, CPU)
+    adapters = Adapters([block], ["layers.0.up", "layers.0.down"], AdapterPeers(), torch.float64, CPU)
+    yield adapters
+    adapters.close()
 
 
 def pack(lengths):
@@ -68,8 +77,8 @@ def state_of(adapter, steps=0):
 
 
 @pytest.mark.parametrize("steps", [0, 7])
-def test_a_state_goes_in_and_comes_out(steps):
-    adapters, adapter = adapters_of(Layer()), Adapter(r=3, rank_pattern={"down": 2})
+def test_a_state_goes_in_and_comes_out(adapters, steps):
+    adapter = Adapter(r=3, rank_pattern={"down": 2})
     state = state_of(adapter, steps)
     adapters.join(4, adapter, TRAIN, state)
     found = adapters.state(4)
@@ -77,7 +86,6 @@ def test_a_state_goes_in_and_comes_out(steps):
     for kind, (wanted, tensors) in enumerate(zip(state[:3], found[:3], strict=True)):
         for name, tensor in tensors.items():
             assert torch.equal(tensor, wanted[name] if wanted else torch.zeros_like(tensor)), (kind, name)
-    adapters.close()
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
@@ -110,9 +118,9 @@ def test_a_gradient_is_clipped_where_its_norm_is_over_the_limit(norm, scale):
     assert tenant.gradients[tenant.run].numpy() == pytest.approx(0.1 * scale, rel=1e-5)
 
 
-def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away():
+def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away(adapters):
     """Adam's own count of steps, which corrects its moments, is part of that."""
-    adapters, adapter = adapters_of(Layer()), Adapter(r=2)
+    adapter = Adapter(r=2)
     adapters.join(0, adapter, TRAIN, state_of(adapter))
     draw = torch.Generator().manual_seed(2)
 
@@ -131,12 +139,10 @@ def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away():
     assert came.steps == stayed.steps == 5
     for kind in range(3):
         assert all(torch.equal(tensor, stayed[kind][name]) for name, tensor in came[kind].items())
-    adapters.close()
 
 
-def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_moments():
-    layer = Layer()
-    adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
+def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_moments(layer, adapters):
+    x_TC = torch.rand(5, 4, dtype=torch.float64)
     adapter = Adapter(r=2)
     for number in (0, 1):
         adapters.join(number, adapter, TRAIN, state_of(adapter, steps=3))
@@ -149,23 +155,10 @@ def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_mom
     assert any(gradient.any() for gradient in seen[0].values())
     assert all(torch.equal(gradient, seen[1][name]) for name, gradient in seen[0].items())
     assert (adapters.state(0).steps, adapters.state(1).steps) == (5, 3)
-    adapters.close()
 
 
-@given(st.sampled_from([1, 2, 3, 6]), st.integers(1, 3))
-def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts, rank):
-    a, b = torch.rand(rank, 12), torch.rand(12, rank)
-    size = 12 // parts
-    runs = [(i * size, (i + 1) * size) for i in range(parts)]
-    by_columns = [Place("x", 4, 12, (0, 4), run) for run in runs]
-    by_rows = [Place("x", 12, 4, run, (0, 4)) for run in runs]
-    assert torch.equal(torch.cat([place.part_of(a, "lora_A") for place in by_columns], 1), a)
-    assert torch.equal(torch.cat([place.part_of(b, "lora_B") for place in by_rows]), b)
-
-
-def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere():
-    layer = Layer()
-    adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
+def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere(layer, adapters):
+    x_TC = torch.rand(5, 4, dtype=torch.float64)
     bare = layer(x_TC, pack=pack([2, 3]))
     for number, seed in enumerate((1, 1, 2)):
         adapters.join(number, Adapter(r=2), TenantTrain(seed=seed))
@@ -174,12 +167,10 @@ def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere():
     first, same, other = (adapters.state(number).weights["layers.0.up.lora_A"] for number in range(3))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
-    adapters.close()
 
 
-def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off():
-    layer = Layer()
-    adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
+def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off(layer, adapters):
+    x_TC = torch.rand(5, 4, dtype=torch.float64)
     for number in (0, 1):
         adapters.join(number, Adapter(r=2), TRAIN)
     adapters.begin(np.array([0, 1]))
@@ -193,12 +184,10 @@ def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
 
 
-def test_a_plan_with_a_stranger_is_refused():
-    adapters = adapters_of(Layer())
+def test_a_plan_with_a_stranger_is_refused(adapters):
     adapters.join(2, Adapter(), TRAIN)
     with pytest.raises(EvenloadError, match="tenants that have no adapter here"):
         adapters.begin(np.array([2, 3]))
-    adapters.close()
 
 
 REFUSED = {
@@ -209,24 +198,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_adapter_that_does_not_fit_is_refused_by_name(case):
+def test_an_adapter_that_does_not_fit_is_refused_by_name(adapters, case):
     adapter, state, words = REFUSED[case]
-    adapters = adapters_of(Layer())
     with pytest.raises(EvenloadError) as caught:
         adapters.join(0, adapter, TRAIN, state)
     text = " ".join((caught.value.what, caught.value.found, caught.value.do))
     for word in words:
         assert word in text
     assert adapters.numbers == ()
-    adapters.close()
 
 
 @pytest.mark.parametrize("owners", [1, 2, 3])
-def test_bytes_of_a_tenant_are_those_that_it_takes(owners, monkeypatch):
+def test_bytes_of_a_tenant_are_those_that_it_takes(adapters, owners, monkeypatch):
     monkeypatch.setattr(AdapterPeers, "num_owners", owners)
-    adapters, adapter = adapters_of(Layer()), Adapter(r=3)
+    adapter = Adapter(r=3)
     adapters.join(0, adapter, TRAIN)
     tenant = adapters._tenants[0]
     taken = sum(t.numel() * t.element_size() for t in (tenant.values, tenant.gradients, *tenant.owned_moments()))
     assert adapters.bytes_of(adapter) == taken, "60 values, which all these owners divide evenly"
-    adapters.close()

@@ -58,13 +58,6 @@ def test_a_planner_that_fails_or_breaks_a_law_leaves_experts_at_home(caplog):
     assert "lose tokens of an expert" in warning
 
 
-def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_check_its_counts():
-    balance = ExpertBalance(0)
-    balance.begin(POLICY, lambda counts_RE, *_: np.array([[4, 0], [4, 0], [0, 2], [0, 1]]))
-    assert balance.shares(0, COUNTS_RE) is None
-    assert balance.checksum != 0
-
-
 def test_cut_experts_are_fetched_without_copies_and_behind_a_planner_that_fails_too():
     balance = ExpertBalance(0, sharded=True)
     for planner in (at_home, lambda *_: 1 // 0):

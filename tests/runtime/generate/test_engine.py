@@ -13,7 +13,7 @@ from evenload.runtime.attention.kv_cache import CachedRows
 from evenload.runtime.generate import engine
 from evenload.runtime.generate.dealing import Dealer, Dealing
 from evenload.runtime.generate.engine import generate
-from evenload.runtime.generate.request import Completion, Generation, Request, Sampling
+from evenload.runtime.generate.request import Generation, Request, Sampling
 from evenload.runtime.generate.schedule import Running
 from harness.cases import full, only_full
 from hypothesis import given, settings
@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from . import tiny
 
 PLAIN = Generation(seed=3, end_tokens=frozenset({5, 17}))
-Samples = dict[tuple[int, int], Completion]
 
 
 def asked(seed=0, prompts=6, samples=3, longest=40):
@@ -31,15 +30,10 @@ def asked(seed=0, prompts=6, samples=3, longest=40):
     def number(least, most):
         return int(torch.randint(least, most, (), generator=draw))
 
-    return [
-        Request(
-            i,
-            tuple(number(0, tiny.VOCABULARY) for _ in range(number(1, longest))),
-            number(1, 30),
-            tuple(range(samples)),
-        )
-        for i in range(prompts)
-    ]
+    def tokens():
+        return tuple(number(0, tiny.VOCABULARY) for _ in range(number(1, longest)))
+
+    return [Request(i, tokens(), number(1, 30), tuple(range(samples))) for i in range(prompts)]
 
 
 def made(model, requests, how, **more):
@@ -47,13 +41,6 @@ def made(model, requests, how, **more):
     samples = {(one.prompt, one.sample): one for one in out}
     assert len(samples) == len(out) == sum(len(request.samples) for request in requests)
     return samples
-
-
-def refuse_other(got, want):
-    assert got.keys() == want.keys()
-    for key, sample in want.items():
-        assert (got[key].tokens, got[key].ended) == (sample.tokens, sample.ended)
-        torch.testing.assert_close(torch.tensor(got[key].log_probs), torch.tensor(sample.log_probs), rtol=0, atol=1e-9)
 
 
 MODEL, REQUESTS = tiny.Tiny(), asked()
@@ -94,22 +81,22 @@ CHANGES = [
 def test_every_slot_cap_and_chunk_gives_the_plain_tokens(name, changes):
     assert {sample.ended for sample in plain(name).values()} >= {"limit", "end"}
     assert any(sample.ended == "stop" for sample in plain(name).values()) == (name == "stopped")
-    refuse_other(made(MODEL, REQUESTS, replace(HOW[name], **changes)), plain(name))
+    tiny.refuse_other(made(MODEL, REQUESTS, replace(HOW[name], **changes)), plain(name))
 
 
 def test_every_order_split_and_resume_gives_the_plain_tokens():
     want = plain()
-    refuse_other(made(MODEL, REQUESTS[::-1], replace(PLAIN, slots=4)), want)
+    tiny.refuse_other(made(MODEL, REQUESTS[::-1], replace(PLAIN, slots=4)), want)
     for ranks in (2, 3):
         dealing = Dealing.of_requests(REQUESTS, PLAIN, ranks)
         parts = [made(MODEL, singles(dealing, part), PLAIN) for part in Dealer().deal(dealing).ranks]
-        refuse_other({key: one for part in parts for key, one in part.items()}, want)
+        tiny.refuse_other({key: one for part in parts for key, one in part.items()}, want)
     begun = generate(REQUESTS, replace(PLAIN, slots=3), MODEL.decoder())
     before = {(one.prompt, one.sample): one for one, _ in zip(begun, range(7), strict=False)}
     rest = [r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in before)) for r in REQUESTS]
     after = {(one.prompt, one.sample): one for one in generate(rest, PLAIN, MODEL.decoder())}
     assert len(after) == len(want) - 7
-    refuse_other(before | after, want)
+    tiny.refuse_other(before | after, want)
 
 
 def singles(dealing, places):
@@ -142,17 +129,17 @@ class Returned:
 @pytest.mark.parametrize("seed", [0, 1, 5, *map(only_full, (2, 3, 4))])
 def test_samples_that_go_over_borders_have_the_plain_tokens(seed):
     how = replace(PLAIN, slots=(2, 5, 64)[seed % 3], cache_tokens=(None, 128)[seed % 2], step_tokens=9)
-    borders, model = Returned(seed), Watched()
+    borders, model = Returned(seed), tiny.Tiny()
     got = {(one.prompt, one.sample): one for one in generate(REQUESTS, how, model.decoder(), borders)}
     assert borders.crossed > 5
     assert model.tables.num_taken == 0
-    refuse_other(got, plain())
+    tiny.refuse_other(got, plain())
 
 
 @pytest.mark.parametrize("scores", [{"window": 5}, {"softcap": 2.0}, {"sinks_H": torch.ones(tiny.HEADS)}], ids=str)
 def test_windows_caps_and_sinks_of_scores(scores):
     model = tiny.Tiny(**{key: value.double() if key == "sinks_H" else value for key, value in scores.items()})
-    refuse_other(made(model, REQUESTS[:3], PLAIN), tiny.one_by_one(model.whole, REQUESTS[:3], PLAIN))
+    tiny.refuse_other(made(model, REQUESTS[:3], PLAIN), tiny.one_by_one(model.whole, REQUESTS[:3], PLAIN))
 
 
 def test_a_rank_that_has_nothing_to_do_goes_along():
@@ -164,12 +151,12 @@ def test_a_rank_that_has_nothing_to_do_goes_along():
 class Watched(tiny.Tiny):
     """Sees what is in the cache at every forward."""
 
+    most = rows = 0
+
     def logits(self, pack, slots_R=None):
         if pack.cached:
             tables = pack.cached.cache.tables
-            self.most = max(getattr(self, "most", 0), tables.num_taken * tables.block_tokens)
-            self.rows = max(getattr(self, "rows", 0), len(slots_R))
-            self.tables = tables
+            self.most, self.rows = max(self.most, tables.num_taken * tables.block_tokens), max(self.rows, len(slots_R))
             written = pack.cached.places_2T
             assert written.unique(dim=1).shape == written.shape
         return super().logits(pack, slots_R)
@@ -186,7 +173,7 @@ def test_every_sample_ends_once_and_caps_are_kept(seed, slots, spare, chunk):
     assert model.most <= cap
     assert model.rows <= slots
     assert model.tables.num_taken == 0
-    refuse_other(got, made(model, requests, replace(PLAIN, slots=1)))
+    tiny.refuse_other(got, made(model, requests, replace(PLAIN, slots=1)))
 
 
 def test_a_cap_below_one_sample_is_refused():
@@ -230,7 +217,7 @@ def test_flash_attention_is_asked_for_blocks_and_lengths(monkeypatch):
     monkeypatch.setattr(cached, "choose_decoder", lambda *_: cached.DECODERS[0])
     for window in (None, 5):
         model = tiny.Tiny(window=window)
-        refuse_other(made(model, REQUESTS[:3], PLAIN), tiny.one_by_one(model.whole, REQUESTS[:3], PLAIN))
+        tiny.refuse_other(made(model, REQUESTS[:3], PLAIN), tiny.one_by_one(model.whole, REQUESTS[:3], PLAIN))
     assert set(asked_for) == {(-1, -1), (5, 0)}
 
 

@@ -45,19 +45,11 @@ def scores(samples):
 def made(rule, requests, **more):
     wants = rule.prune is not None
     how = replace(PLAIN, collect=Collected(rule), scores=scores if wants else None, **more)
-    model = Watched()
+    model = tiny.Tiny()
     out = list(generate(requests, how, model.decoder()))
     assert len(out) == len({one[:2] for one in out}) == sum(len(request.samples) for request in requests)
     assert model.tables.num_taken == 0
     return {one[:2]: one for one in out}
-
-
-class Watched(tiny.Tiny):
-    """Sees the blocks of the cache."""
-
-    def logits(self, pack, slots_R=None):
-        self.tables = pack.cached.cache.tables
-        return super().logits(pack, slots_R)
 
 
 def refuse_other(got, rule):

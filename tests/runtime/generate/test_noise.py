@@ -21,14 +21,6 @@ def test_bits_are_those_of_splitmix_and_the_same_in_numpy_and_torch():
     np.testing.assert_allclose(of_torch.numpy(), want, rtol=0, atol=1e-13)
 
 
-def test_a_row_of_a_batch_has_the_noise_that_it_has_alone():
-    streams, places, tokens = torch.tensor([5, -9, 5]), torch.tensor([2, 2, 3]), torch.arange(1000)
-    together = gumbel(streams, places, tokens)
-    for row in range(3):
-        assert torch.equal(together[row], gumbel(streams[row : row + 1], places[row : row + 1], tokens)[0])
-    assert len({tuple(row[:4].tolist()) for row in together}) == 3
-
-
 def test_tokens_are_drawn_as_often_as_they_are_probable():
     draws = 40_000
     logits = torch.tensor([2.0, 0.5, 0.0, -1.0, -3.0], dtype=torch.float64)
@@ -65,10 +57,3 @@ def test_what_may_be_drawn(sampling, kept):
 def test_what_equals_the_last_of_the_most_probable_tokens_may_be_drawn_too(top_k, kept):
     logits = torch.tensor([[1.5, 1.5, 0.0, 2.0, 1.5]])
     assert allowed(logits, Sampling(top_k=top_k))[0].isfinite().nonzero()[:, 0].tolist() == kept
-
-
-def test_without_temperature_the_most_probable_token_is_taken():
-    logits = torch.tensor([[0.1, 0.9, 0.3], [4.0, 1.0, 2.0]])
-    tokens, log_probs = pick(logits, None, Sampling(temperature=0.0))
-    assert tokens.tolist() == [1, 0]
-    assert torch.allclose(log_probs, logits.double().log_softmax(-1).amax(-1))

@@ -33,12 +33,17 @@ class Tiny:
 
     def logits(self, pack: Pack, slots_R: Tensor | None = None) -> Tensor:
         self.packs.append(pack)
-        x_TC = self.embedding[pack.tokens_T] + self.places[pack.positions_T]
+        if pack.cached:
+            self.tables = pack.cached.cache.tables
+        x_TC = self.embedded(pack)
         for number, (into, out) in enumerate(self.layers):
             heads = (x_TC @ into).unflatten(1, (-1, DIM))
             q, k, v = heads.split([HEADS, GROUPS, GROUPS], dim=1)
             x_TC = torch.tanh(x_TC + packed_attention(q, k, v, pack, number, 0.5, **self.scores).flatten(1) @ out)
         return (x_TC if slots_R is None else x_TC[slots_R]) @ self.head
+
+    def embedded(self, pack: Pack) -> Tensor:
+        return self.embedding[pack.tokens_T] + self.places[pack.positions_T]
 
     def decoder(self, **more: Any) -> Decoder:
         return Decoder(torch.device("cpu"), self.logits, **more)
@@ -47,6 +52,13 @@ class Tiny:
         """Logits of every token of one sequence, in a forward that keeps nothing."""
         ids = np.array(tokens)
         return self.logits(build_pack(MicroBatch((Slice(0, 0, len(ids)),), (0,)), lambda _: ids))
+
+
+def refuse_other(got: dict[Any, Completion], want: dict[Any, Completion]) -> None:
+    assert got.keys() == want.keys()
+    for key, sample in want.items():
+        assert (got[key].tokens, got[key].ended) == (sample.tokens, sample.ended)
+        torch.testing.assert_close(torch.tensor(got[key].log_probs), torch.tensor(sample.log_probs), rtol=0, atol=1e-9)
 
 
 def splitmix(word: int) -> int:

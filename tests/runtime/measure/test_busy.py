@@ -1,6 +1,5 @@
 """What the busy clock counts: its own work, forward and backward apart, and no waiting."""
 
-import threading
 import time
 
 import pytest
@@ -10,34 +9,12 @@ from evenload.runtime.measure.busy import Busy, BusyClock, cpu_clock
 CPU = torch.device("cpu")
 
 
-class Noted(torch.autograd.Function):
-    """Identity that notes the threads of its backward."""
-
-    threads = set()  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Noted.threads.add(threading.get_ident())
-        return gradient
-
-
 @pytest.fixture
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def test_backward_runs_in_the_calling_thread(one_thread):
-    """The reason why CPU time of this thread is all of the work."""
-    x = torch.randn(64, 64, requires_grad=True)
-    Noted.apply(x @ x).sum().backward()
-    assert Noted.threads == {threading.get_ident()}
 
 
 def test_forward_and_backward_are_counted_apart(one_thread):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
-from evenload.runtime.stage.copier import Copier, HostMemory, StreamCopier, pieces
+from evenload.runtime.stage.copier import Copier, HostMemory, StreamCopier
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,13 +33,6 @@ def test_what_is_stored_comes_back_whatever_is_given_back_between(sizes, block, 
         host.give(blocks, None)
     assert len(host._free) * block == host.num_bytes
     assert host.num_bytes <= 4 * block * (1 + sum(-(-size // block) for size in sizes) // 4)
-
-
-def test_pieces_cover_a_tensor_in_order():
-    flat, blocks = torch.arange(10), [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
-    parts = list(pieces(blocks, flat))
-    assert [len(block) for block, _ in parts] == [4, 4, 2]
-    assert torch.equal(torch.cat([piece for _, piece in parts]), flat)
 
 
 def test_only_moments_to_come_are_waited_for():

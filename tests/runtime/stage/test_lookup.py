@@ -12,12 +12,8 @@ def gradient(embedding):
     return float(embedding.weight.grad[0, 0])
 
 
-def test_torch_alone_loses_most_of_a_long_sum():
-    """Why the module is there: 4,096 ones sum to 256. If this fails, torch has mended it and the module can go."""
-    assert gradient(nn.Embedding(2, 3, dtype=torch.bfloat16)) == 256
-
-
 def test_the_sum_is_whole_and_the_values_are_the_same():
+    """Of torch alone 4,096 ones sum to 256."""
     embedding = nn.Embedding(2, 3, dtype=torch.bfloat16)
     plain = embedding(IDS).detach()
     sum_in_float32(embedding)

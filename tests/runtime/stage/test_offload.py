@@ -155,19 +155,16 @@ def equal(ones, others):
     return len(ones) == len(others) and all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
 
 
-def outs_of(host):
-    assert isinstance(host.copier, LateCopier)
-    return host.copier.outs
-
-
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("copier", [LateCopier, Copier])
-def test_gradients_are_the_same_to_the_last_bit(share, copier):
-    model, host = Decoder(), make_host(copier())
-    for _ in range(3):
-        found, moved = offloaded(model, share, host)
-        assert equal(found, plain(model))
+def test_gradients_are_the_same_to_the_last_bit_and_host_memory_is_reused(share, copier):
+    model, host, taken = Decoder(), make_host(copier()), set()
+    for count in (64, 33, 64, 17):
+        found, moved = offloaded(model, share, host, count)
+        assert equal(found, plain(model, count))
         assert moved.back_bytes == moved.out_bytes > 0
+        taken.add(host.num_bytes)
+    assert len(taken) == 1
     assert all_is_free(host)
 
 
@@ -183,13 +180,6 @@ class WritesTooEarly(LateCopier):
         job = super().out(source, blocks, [])
         job.run()
         return job
-
-
-class FreesTooEarly(LateCopier):
-    """Says that every copy has ended already."""
-
-    def done(self, moment):
-        return True
 
 
 def interrupted(model, host):
@@ -210,11 +200,11 @@ def test_a_copy_that_comes_too_late_or_too_early_would_be_seen(copier):
 
 
 def test_memory_that_is_freed_too_early_would_be_seen():
-    model, host = Decoder(), make_host(FreesTooEarly())
-    host.copier.wait = lambda moment: None
-    loss, _ = forward(model, 1.0, host)
+    copier = LateCopier()
+    copier.done, copier.wait = lambda moment: True, lambda moment: None
+    loss, _ = forward(Decoder(), 1.0, make_host(copier))
     with pytest.raises(AssertionError, match="freed before it was copied"):
-        outs_of(host)[0].run()
+        copier.outs[0].run()
     del loss
 
 
@@ -226,7 +216,7 @@ def test_the_bytes_moved_are_the_share_of_those_seen(share, layers, counts):
         assert equal(found, plain(model, count))
         largest = 4 * HIDDEN * count * 8
         assert abs(moved.out_bytes - share * moved.seen_bytes) <= largest / 2
-        assert sum(job.num_bytes for job in outs_of(host)) == moved.out_bytes
+        assert sum(job.num_bytes for job in host.copier.outs) == moved.out_bytes
         host = make_host()
 
 
@@ -261,7 +251,7 @@ def test_all_of_the_inner_layers_and_nothing_else_moves_once():
     assert min(inner) > 0
     _, moved = offloaded(model, 1.0, host)
     assert moved.out_bytes == moved.seen_bytes == sum(inner)
-    assert len(outs_of(host)) == sum(len(group) for group in groups[2:LAYERS])
+    assert len(host.copier.outs) == sum(len(group) for group in groups[2:LAYERS])
 
 
 def test_what_left_last_comes_back_first_one_layer_ahead():
@@ -271,7 +261,7 @@ def test_what_left_last_comes_back_first_one_layer_ahead():
     for number, layer in enumerate(model.layers):
         layer.register_full_backward_pre_hook(lambda *_, number=number: began.append(("layer", number)))
     loss, _ = forward(model, 1.0, host)
-    outs = outs_of(host)
+    outs = host.copier.outs
     assert len(outs) == per_layer * (LAYERS - 2)
     assert all(job.ran for job in outs)
     copier, ask = host.copier, type(host.copier).back
@@ -293,16 +283,6 @@ def test_what_left_last_comes_back_first_one_layer_ahead():
         if inner < LAYERS - 2:  # not two layers ahead
             assert began.index(("layer", inner + 2)) < first_of_layer
             assert began.index(("back", (inner + 1) * per_layer - 1)) < began.index(("layer", inner + 1))
-
-
-def test_host_memory_is_reused_whatever_the_lengths():
-    model, host = Decoder(), make_host()
-    offloaded(model, 1.0, host, 64)
-    had = host.num_bytes
-    for count in (33, 64, 17):
-        found, _ = offloaded(model, 1.0, host, count)
-        assert equal(found, plain(model, count))
-    assert host.num_bytes == had
 
 
 def held_after_forward(model, share, host):
@@ -349,7 +329,7 @@ def test_weights_never_move_wherever_their_memory_is():
     model.layers[2].up.register_forward_hook(forgetful)
     _, moved = offloaded(model, 1.0, host)
     assert moved.out_bytes > 0
-    assert all(job.num_bytes < flat.untyped_storage().nbytes() for job in outs_of(host))
+    assert all(job.num_bytes < flat.untyped_storage().nbytes() for job in host.copier.outs)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

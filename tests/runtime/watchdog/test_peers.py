@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError, RankError
 from evenload.runtime.watchdog import marks
-from evenload.runtime.watchdog.failure import Failure, is_echo, raised
+from evenload.runtime.watchdog.failure import is_echo, raised
 from evenload.runtime.watchdog.peers import ECHO_GONE, Beat, Mark, Peers, furthest_behind, hangs
 from evenload.runtime.watchdog.store_client import StoreClient
 from evenload.runtime.watchdog.watchdog import Watchdog
@@ -162,13 +162,6 @@ def test_a_job_hangs_only_when_nobody_who_is_left_moves():
     assert hangs({0: beat(11), 1: beat(12)}, 10)
     assert hangs({0: beat(11), 1: beat(0, "done")}, 10)
     assert not hangs({0: beat(500), 1: beat(10)}, 10)
-
-
-def test_messages_survive_the_store():
-    one = beat(3, "echo", Mark(4, True, 5, 'a "place"'))
-    assert Beat.decode(one.encode().encode()) == one
-    failure = Failure("raised", 1, 2, "what\nhow", 2)
-    assert Failure.decode(failure.encode().encode()) == failure
 
 
 def wrapped(ulysses_degree):

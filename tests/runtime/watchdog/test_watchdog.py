@@ -214,8 +214,9 @@ def start_torchrun(env, size, how, culprit):
     )
 
 
-def torchrun(how, culprit, size):
-    agent = start_torchrun(environment({}, 1000), size, how, culprit)
+@pytest.mark.parametrize("how", ["raise", only_full("hang")])
+def test_torchrun_reports_the_same_culprit(how):
+    agent = start_torchrun(environment({}, 1000), 2, how, 1)
     try:
         text = agent.communicate(timeout=ENDS_WITHIN_S)[0]
     finally:
@@ -223,22 +224,9 @@ def torchrun(how, culprit, size):
         agent.wait()
     assert "survived" not in text
     assert agent.returncode != 0
-    return text, text.partition("Root Cause (first observed failure):")[2]
-
-
-@pytest.mark.parametrize("how", ["raise", only_full("hang")])
-def test_torchrun_reports_the_same_culprit(how):
-    text, root = torchrun(how, 1, 2)
-    assert text.count("evenload: rank") - root.count("evenload: rank") >= 1
-    assert re.search(r"evenload: rank 1 of 2 \(.*\) (failed|is stuck) in 'step 3: forward'", text)
+    ours, _, root = text.partition("Root Cause (first observed failure):")
+    assert re.search(r"evenload: rank 1 of 2 \(.*\) (failed|is stuck) in 'step 3: forward'", ours)
     assert re.search(r"rank +: 1 ", root)
-
-
-def test_torchrun_reports_a_killed_rank():
-    text, root = torchrun("kill", 1, 2)
-    assert re.search(r"rank +: 1 ", root)
-    assert "SIGKILL" in root
-    assert not re.search(r"evenload: rank 0 ", text)
 
 
 @pytest.mark.parametrize("num_agents", [1, only_full(2)])
@@ -261,6 +249,7 @@ def test_torchrun_starts_a_job_again_whose_rank_was_killed(num_agents, tmp_path)
     assert (tmp_path / "killed").exists()
     assert codes == [0] * num_agents, text
     assert text.count("survived") == 2
+    assert "evenload: rank 0 " not in text, "the agent ends it for the other's sake"
 
 
 def is_zombie(pid):

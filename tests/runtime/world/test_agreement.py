@@ -1,7 +1,5 @@
 """Agreement and groups among real ranks."""
 
-import hashlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,14 +130,6 @@ def test_groups_declared_differently_are_refused_before_they_hang(world):
     messages = world(4).run(declares_differently)
     assert len(set(messages)) == 1
     assert "rank 0 differs from the other 3" in messages[0]
-
-
-def test_alone_everything_agrees():
-    digest = hashlib.blake2b(b"plan", digest_size=16).digest()
-    assert gather_bytes(digest) == [digest]
-    agree(digest, "plans", 0)
-    assert first_error(None) == []
-    assert first_error("full disk") == [(0, "full disk")]
 
 
 @pytest.mark.parametrize(
