@@ -24,7 +24,7 @@ from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.runtime.measure.busy import BusyClock
-from evenload.runtime.stage import deferred
+from evenload.runtime.stage import deferred, stage_links
 from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
@@ -43,10 +43,19 @@ def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
 
 
 def piped(
-    world: Any, *, plans: list[dict[str, Any]], lengths: list[int], mutant: str = "", **changes: Any
+    world: Any,
+    *,
+    plans: list[dict[str, Any]],
+    lengths: list[int],
+    mutant: str = "",
+    one_queue: bool = False,
+    **changes: Any,
 ) -> list[Found]:
-    """Errors of plans (as JSON), each with other labels and weights, against plain training."""
-    with hosted(world, **changes) as host:
+    """Errors of plans (as JSON), each with other labels and weights, against plain training.
+
+    ``one_queue``: devices run all streams in one queue, so that a result waits for its turn to be sent.
+    """
+    with patch.object(stage_links, "has_one_queue", lambda _: one_queue), hosted(world, **changes) as host:
         return errors_of_plans(host, _numbered(host, plans), lengths, fault(mutant))
 
 

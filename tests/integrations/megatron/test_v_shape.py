@@ -6,9 +6,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from evenload.core.laws import check
 from evenload.core.plan_json import step_json
 from harness.cases import only_full
-from harness.proof import random_pipeline
+from harness.proof import random_pipeline, random_plan
+from harness.proof.pipelines import in_v
 from megatron_tests.exact import exact
 
 pytestmark = pytest.mark.slow
@@ -29,15 +31,18 @@ KINDS = [
 ]
 
 
-def drawn(seed, layout, **how):
+def sizes_of(layout):
     size, changes = LAYOUTS[layout]
     devices = changes["parallel__pp"]
-    sizes = {
+    return {
         "num_ranks": size // devices // changes.get("parallel__tp", 1),
         "num_stages": 2 * devices,
         "layers_per_stage": changes.get("model__num_layers", 4) // (2 * devices),
     }
-    return random_pipeline(Random(seed), LENGTHS, v_shape=True, **sizes, **how)
+
+
+def drawn(seed, layout, **how):
+    return random_pipeline(Random(seed), LENGTHS, v_shape=True, **sizes_of(layout), **how)
 
 
 def run(on_ranks, layout, plans, **more):
@@ -59,6 +64,15 @@ def run(on_ranks, layout, plans, **more):
 def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout, kinds):
     plans = [drawn(seed, layout, **how) for seed, how in enumerate(kinds)]
     exact(run(on_ranks, layout, plans), LAYOUTS[layout][1], LENGTHS)
+
+
+@pytest.mark.parametrize("layout", ["pp2", only_full("pp2 dp2"), only_full("pp4")])
+def test_devices_of_one_queue_and_backwards_of_other_groups(on_ranks, layout):
+    """Schedules by lot, and a plan whose backward packs other slices than its forward did."""
+    seed = 3
+    regrouped = check(in_v(Random(seed), random_plan(seed, LENGTHS, asymmetric=True, **sizes_of(layout))))
+    plans = [regrouped, *(drawn(seed, layout, **how) for how in (KINDS[0], KINDS[3]))]
+    exact(run(on_ranks, layout, plans, one_queue=True), LAYOUTS[layout][1], LENGTHS)
 
 
 def test_frozen_parameters_have_no_gradient_and_the_others_theirs(on_ranks):
