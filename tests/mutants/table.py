@@ -1313,7 +1313,8 @@ fault(
     "values_of(piece.sequence)[piece.start : piece.stop]",
 )
 fault("a sequence has the weight of its neighbour in the pack", "values_of(piece.", "values_of(slices[0].")
-fault = of("runtime/attention/prefix.py", cases("runtime/attention/test_prefix.py"))
+killer = cases("runtime/attention/test_prefix.py", "runtime/attention/test_windows.py")
+fault = of("runtime/attention/prefix.py", killer)
 fault(
     "dV of earlier slices is dropped by short slices",
     "entry.dv_PGD[: piece.stop].add_(dv_PNGD)",
