@@ -9,6 +9,7 @@ import pytest
 from evenload.core.errors import RankError
 from evenload.runtime.watchdog import meeting
 from evenload.runtime.watchdog.meeting import meet
+from harness.forge import free_port
 
 JOIN = """
 import os, signal, sys
@@ -27,9 +28,7 @@ print("met")
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def test_a_store_that_is_not_there_is_asked_after_and_then_no_more(port, monkeypatch, capsys):

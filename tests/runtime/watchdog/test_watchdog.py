@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness.cases import only_full
+from harness.forge import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -65,10 +66,7 @@ def start_over_tcp(start):
     """Rank 0 holds the store itself, as when ranks are started by hand."""
 
     def run(how, culprit, size, more=None, **limits):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(more or {})}
+        job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(more or {})}
         return start([environment(limits, 1000) | job | {"RANK": str(rank)} for rank in range(size)], how, culprit)
 
     return run
@@ -231,9 +229,7 @@ def test_torchrun_reports_the_same_culprit(how):
 
 @pytest.mark.parametrize("num_agents", [1, only_full(2)])
 def test_torchrun_starts_a_job_again_whose_rank_was_killed(num_agents, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{probe.getsockname()[1]}"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     words = ["--nnodes", str(num_agents), "--nproc-per-node", str(2 // num_agents), "--max-restarts", "1", *meeting]
     command = [sys.executable, "-m", "torch.distributed.run", *words, JOB, "kill once", "1"]
     env = environment({}, 60) | {"KILLED": str(tmp_path / "killed")}
