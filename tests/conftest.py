@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import shutil
@@ -193,6 +194,18 @@ def forged(forge: Callable[[str], Forge]) -> Callable[..., Done]:
         recipe = load_recipe(place / arguments[1], overrides)
         num_ranks = ranks or recipe.min_world_size
         return forge(recipe.trainer).run(place, arguments, num_ranks, planted, limit_s=limit_s)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ran(forged: Callable[..., Done]) -> Callable[..., Any]:
+    """``ran(place, "train", "recipe.yaml", "key=value")``: what the verb says as JSON, which must not fail."""
+
+    def run(place: Path, *words: str, **how: Any) -> Any:
+        done = forged(place, *words, "--json", **how)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout)
 
     return run
 

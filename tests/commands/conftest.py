@@ -1,23 +1,19 @@
 """What tests of commands share: verbs on warm ranks, and a machine without GPUs for processes that are started."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Callable
 
 import pytest
 from harness.verbs import Verbs
-from harness.world import World
 
 
 @pytest.fixture(scope="session")
-def verbs(worlds: Callable[[str, int], World]) -> Verbs:
+def verbs(worlds):
     """``verbs(place, "verify", "recipe.yaml", "key=value", ..., steps=1)`` on ranks that serve all tests."""
     return Verbs(worlds)
 
 
 @pytest.fixture
-def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpus(monkeypatch):
     """Processes of this case see no GPU, have a thread each, and meet on this machine alone."""
     for name, value in {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)

@@ -1,7 +1,5 @@
 """`evenload audit`: what it says of a command that nobody edited, its exit codes, and that nothing is updated."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`evenload check`: one step of a command that nobody edited, what it says, and that nothing is updated."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -24,7 +22,7 @@ def deepspeed_script(tmp_path):
     return [*TORCHRUN, SCRIPTS / "deepspeed_script.py", "--ds-config", tmp_path / "ds.json", "--out", tmp_path]
 
 
-def recipe(folder: Path, trainer: str, max_tokens: int) -> Path:
+def recipe(folder, trainer, max_tokens):
     path = folder / "recipe.yaml"
     path.write_text(f"trainer: {trainer}\nplugins: {{packing: {{enabled: true, max_tokens: {max_tokens}}}}}\n")
     return path

@@ -1,11 +1,6 @@
 """`generate.collect`: which samples are kept is the same on any ranks, through kills and resumes, and is said."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.api import load_recipe
@@ -47,15 +42,15 @@ def dying(file, sample):
     return line(file, sample)
 files.SampleFile._line = dying
 """
-Forge = Callable[[str], Any]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
     return written(tmp_path)
 
 
-def written(folder: Path) -> Path:
+def written(folder):
     """The folder with a recipe, prompts, and what gives samples their scores."""
     (folder / "r.yaml").write_text(RECIPE)
     (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
@@ -63,18 +58,18 @@ def written(folder: Path) -> Path:
     return folder
 
 
-def generate(forge: Forge, place: Path, out: str, ranks: int, *words: str, planted: str = "") -> Any:
+def generate(forge, place, out, ranks, *words, planted=""):
     command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--json")
     return forge("megatron").run(place, command, ranks, planted, limit_s=120)
 
 
-def kept(path: Path) -> list[Any]:
+def kept(path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [(row["prompt"], row["sample"], tuple(row["tokens"]), row["score"], row["ended"]) for row in rows]
 
 
 @pytest.fixture(scope="module")
-def want(tmp_path_factory: pytest.TempPathFactory, forge: Forge) -> list[Any]:
+def want(tmp_path_factory, forge):
     """What one rank keeps that makes one sample after the other."""
     place = written(tmp_path_factory.mktemp("alone"))
     alone = json.loads(generate(forge, place, "alone.jsonl", 1, "generate.slots=1").stdout)
@@ -89,7 +84,7 @@ def want(tmp_path_factory: pytest.TempPathFactory, forge: Forge) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_the_same_on_any_ranks_and_after_a_kill(place: Path, forge: Forge, want: list[Any]) -> None:
+def test_what_is_kept_is_the_same_on_any_ranks_and_after_a_kill(place, forge, want):
     killed = generate(forge, place, "out.jsonl", 2, "generate.slots=64", planted=KILLED)
     assert killed.returncode != 0
     assert not (place / "out.jsonl").exists()
@@ -113,9 +108,7 @@ def test_what_is_kept_is_the_same_on_any_ranks_and_after_a_kill(place: Path, for
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("parallel.tp=2",), ("parallel.pp=2",)], ids=str)
-def test_ranks_that_hold_the_model_together_take_the_scores_of_one(
-    words: tuple[str, ...], place: Path, forge: Forge, want: list[Any]
-) -> None:
+def test_ranks_that_hold_the_model_together_take_the_scores_of_one(words, place, forge, want):
     """The function gives two ranks unlike scores."""
     judge = "0" if "tp" in words[0] else "1"
     rows = [{"prompt": prompt, "judge": judge} for prompt in PROMPTS]
@@ -126,7 +119,7 @@ def test_ranks_that_hold_the_model_together_take_the_scores_of_one(
 
 
 @pytest.mark.slow
-def test_a_score_that_is_no_number_ends_it_and_decided_prompts_stay(place: Path, forge: Forge) -> None:
+def test_a_score_that_is_no_number_ends_it_and_decided_prompts_stay(place, forge):
     done = generate(forge, place, "out.jsonl", 1, "generate.slots=1", "generate.collect.prune.score=process:none")
     assert done.returncode == 1
     assert "generate.collect.prune.score gave nan for a sample of prompt 1, not a finite number" in done.stderr
@@ -143,20 +136,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_rules_that_cannot_be_are_refused_before_a_rank_starts(
-    name: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_that_cannot_be_are_refused_before_a_rank_starts(name, place, monkeypatch):
     words, samples, text = BAD[name]
-    monkeypatch.syspath_prepend(str(place))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(EvenloadError, match=text):
         asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o.jsonl", samples)
 
 
-def test_what_is_kept_is_part_of_the_mark_of_a_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(place))
-
-    def run(*words: str, samples: int = 1) -> str:
+def test_what_is_kept_is_part_of_the_mark_of_a_run(place):
+    def run(*words, samples=1):
         return mark_of(asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o.jsonl", samples))
 
     assert run(samples=5) == run()
@@ -168,12 +156,11 @@ def test_what_is_kept_is_part_of_the_mark_of_a_run(place: Path, monkeypatch: pyt
     assert (run() == before, run("generate.collect.prune=null") == free) == (False, True), "scores may be of the fields"
 
 
-def test_of_a_prompt_that_is_not_decided_nothing_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_prompt_that_is_not_decided_nothing_stays(place):
     """A kill between the lines of a prompt leaves some of its samples: which others are kept was never written."""
-    monkeypatch.syspath_prepend(str(place))
     wanted = asked(load_recipe(place / "r.yaml"), place / "p.jsonl", place / "o.jsonl", 1)
 
-    def made(*numbers: tuple[int, int]) -> list[Completion]:
+    def made(*numbers):
         return [Completion(prompt, sample, (1,), (0.0,), "end", 0.5) for prompt, sample in numbers]
 
     there = made((0, 4), (1, 2), (2, 0), (0, 1), (3, 3), (3, 0))

@@ -1,7 +1,5 @@
 """What `evenload doctor` says of attention and of loops is what they do; documents have the same table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`evenload env`, and launchers that carry some variables to other machines and drop the rest."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +14,7 @@ from evenload.api import load_recipe
 from evenload.commands.env import STARTUP, ray_runtime_env, variables, variables_as
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.carried import CHECK, VARIABLE, carried
-from evenload.core.recipe.recipe import Recipe, shipped
+from evenload.core.recipe.recipe import shipped
 from evenload.core.recipe.rules import refuse_in_loops
 from evenload.integrations.unmodified.roll_call import _how_to_carry
 from harness.cases import full
@@ -40,17 +37,17 @@ wait
 """
 
 
-def content_of(text: str) -> dict[str, Any]:
+def content_of(text):
     """What a process on another machine has of it, read by the startup file itself."""
     code = "import runpy, sys; own = runpy.run_path(sys.argv[1]); import json; print(json.dumps(own['content']))"
     environment = {**os.environ, VARIABLE: text}
     words = [sys.executable, "-S", "-c", code, str(STARTUP / "sitecustomize.py")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    content: dict[str, Any] = json.loads(done.stdout)
+    content = json.loads(done.stdout)
     return content
 
 
-def recipes_of_loops() -> list[Recipe]:
+def recipes_of_loops():
     chosen = []
     for path in shipped().values():
         try:
@@ -62,7 +59,7 @@ def recipes_of_loops() -> list[Recipe]:
     return chosen
 
 
-def test_every_recipe_arrives_as_it_was() -> None:
+def test_every_recipe_arrives_as_it_was():
     from evenload.core.recipe.carried import recipe_in
 
     recipes = recipes_of_loops()
@@ -73,19 +70,19 @@ def test_every_recipe_arrives_as_it_was() -> None:
         assert content["before"]
 
 
-def test_a_setting_without_effect_in_loops_is_refused() -> None:
+def test_a_setting_without_effect_in_loops_is_refused():
     recipe = load_recipe("pipeline", ["plugins.pipeline.v_shape=true"])
     with pytest.raises(EvenloadError, match="two stages on each device are laid out by `evenload train` alone"):
         variables(recipe)
 
 
-def test_no_shell_takes_its_letters_for_its_own() -> None:
+def test_no_shell_takes_its_letters_for_its_own():
     for text in map(carried, recipes_of_loops()):
         assert shlex.quote(text.replace("=", "")) == text.replace("=", "")
         assert len(text) < 4000
 
 
-def test_every_form_says_the_same() -> None:
+def test_every_form_says_the_same():
     own = variables(RECIPE)
     assert json.loads(variables_as(RECIPE, "json")) == own
     assert {row["name"]: row["value"] for row in yaml.safe_load(variables_as(RECIPE, "k8s"))} == own
@@ -102,9 +99,7 @@ def test_every_form_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("present", [None, "", "/own/lib", "/own/lib:/more"])
-def test_lines_of_an_environment_file_keep_what_is_on_the_path(
-    present: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_an_environment_file_keep_what_is_on_the_path(present, monkeypatch):
     """They take the place of the variable, as no other form does."""
     if present is None:
         monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -114,7 +109,7 @@ def test_lines_of_an_environment_file_keep_what_is_on_the_path(
     assert lines["PYTHONPATH"] == (f"{STARTUP}:{present}" if present else str(STARTUP))
 
 
-def test_a_variable_that_was_damaged_on_the_way_is_named_and_switches_nothing_on() -> None:
+def test_a_variable_that_was_damaged_on_the_way_is_named_and_switches_nothing_on():
     environment = {**os.environ, "PYTHONPATH": str(STARTUP), VARIABLE: carried(RECIPE)[:-20]}
     words = [sys.executable, "-c", "print('goes on')"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
@@ -131,11 +126,11 @@ def test_a_variable_that_was_damaged_on_the_way_is_named_and_switches_nothing_on
         ("RANK", "`evenload env` prints"),
     ],
 )
-def test_what_a_launcher_drops_is_mended_in_its_own_words(variable: str, word: str) -> None:
+def test_what_a_launcher_drops_is_mended_in_its_own_words(variable, word):
     assert word in _how_to_carry({variable: "0"})
 
 
-def test_a_script_under_run_gives_ray_s_workers_its_variables_beside_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_under_run_gives_ray_s_workers_its_variables_beside_their_own(monkeypatch):
     monkeypatch.setenv(VARIABLE, "x")
     monkeypatch.setenv("EVENLOAD_STARTED", "runs/started")
     monkeypatch.delenv(CHECK, raising=False)
@@ -149,7 +144,7 @@ def test_a_script_under_run_gives_ray_s_workers_its_variables_beside_their_own(m
 
 @full
 @pytest.mark.slow
-def test_deepspeeds_launcher_switches_it_on_on_all_hosts(tmp_path: Path) -> None:
+def test_deepspeeds_launcher_switches_it_on_on_all_hosts(tmp_path):
     for name, text in {"pdsh": PDSH, "ssh": "#!/bin/sh\necho 127.0.0.1\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

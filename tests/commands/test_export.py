@@ -1,11 +1,6 @@
 """Models that leave evenload as Hugging Face folders: at the end of a run, and from a checkpoint on any layout."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.core.errors import EvenloadError, refuse_first
@@ -58,13 +53,11 @@ exporting.first_error = agree
 
 
 @pytest.mark.parametrize(("trainer", "fails"), [("megatron", True), ("deepspeed", False), only_full("deepspeed", True)])
-def test_a_model_leaves_at_the_end_and_from_a_checkpoint(
-    trainer: str, fails: bool, tmp_path: Path, forge: Callable[[str], Any], forged: Callable[..., Any]
-) -> None:
+def test_a_model_leaves_at_the_end_and_from_a_checkpoint(trainer, fails, tmp_path, forge, forged):
     """Also where a full disk and a rank that is killed have ended an export before."""
     (tmp_path / "r.yaml").write_text(RECIPE.format(trainer=trainer, more=MORE[trainer]))
 
-    def export(*words: str, planted: str = "") -> Any:
+    def export(*words, planted=""):
         return forge(trainer).run(tmp_path, ("export", *words, "--json"), 2, planted, limit_s=250)
 
     trained = json.loads(forged(tmp_path, "train", "r.yaml", "--json").stdout)["export"]
@@ -88,7 +81,7 @@ def test_a_model_leaves_at_the_end_and_from_a_checkpoint(
     assert (missing.returncode, "there is no checkpoint" in missing.stderr) == (2, True)
 
 
-def test_a_model_that_transformers_lacks_is_refused_before_the_run() -> None:
+def test_a_model_that_transformers_lacks_is_refused_before_the_run():
     data = {"trainer": "megatron", "model": UNKNOWN, "train": {"export": "out"}}
     rules = trainer_called("megatron").run_rules
     with pytest.raises(EvenloadError, match="cannot be exported"):

@@ -1,17 +1,13 @@
 """A family of models that one row adds: from doctor to a folder that Transformers opens and training starts from."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.api import load_recipe
 from evenload.commands.doctor import doctor
 from evenload.core.recipe.families import FAMILIES
 from evenload.core.recipe.recipe import json_schema
+from harness.cases import only_full
 from safetensors.torch import load_file
 
 ROW = """
@@ -77,13 +73,13 @@ SIZES = "{family: toy, num_layers: 2, hidden_size: 32, num_attention_heads: 4, n
 
 
 @pytest.fixture
-def toy() -> Iterator[None]:
+def toy():
     exec(ROW, {})
     yield
     del FAMILIES["toy"]
 
 
-def test_a_row_is_all_that_recipes_and_doctor_need(toy: None, tmp_path: Path) -> None:
+def test_a_row_is_all_that_recipes_and_doctor_need(toy, tmp_path):
     (tmp_path / "r.yaml").write_text(RECIPE.format(model=SIZES, steps=1, out="out"))
     recipe = load_recipe(tmp_path / "r.yaml")
     assert recipe.model.family == "toy"
@@ -92,13 +88,11 @@ def test_a_row_is_all_that_recipes_and_doctor_need(toy: None, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_a_toy_family_trains_leaves_and_comes_back(
-    toy: None, trainer: str, tmp_path: Path, forge: Callable[[str], Any]
-) -> None:
+@pytest.mark.parametrize("trainer", ["megatron", only_full("deepspeed")])
+def test_a_toy_family_trains_leaves_and_comes_back(toy, trainer, tmp_path, forge):
     """What leaves is what Transformers' class computes, and is read again as the same model."""
 
-    def run(*words: str) -> Any:
+    def run(*words):
         done = forge(trainer).run(tmp_path, (*words, "--json"), 1, ROW + CLASSES)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -1,15 +1,11 @@
 """`evenload generate`: a file of samples that does not depend on ranks, kills or resumes."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +19,8 @@ from evenload.runtime.generate.dealing import Dealing
 from evenload.runtime.generate.request import Completion, Generation, Request
 from evenload.training.checkpoint.manifest import Manifest
 from evenload.training.run.dealing import ByLength
-from evenload.training.run.sample_file import SampleFile
 from evenload.training.sampling.prompted import StopStrings
 from evenload.training.verbs.generate import asked, mark_of
-from harness.forge import Done, Forge
 
 RECIPE = """
 trainer: megatron
@@ -52,7 +46,7 @@ files.SampleFile._line = dying
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     (tmp_path / "r.yaml").write_text(RECIPE)
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     lines[1] = json.dumps({"prompt": PROMPTS[1], "max_new_tokens": 5})
@@ -60,15 +54,15 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
-def generate(place: Path, forge: Callable[[str], Forge]) -> Callable[..., Done]:
+def generate(place, forge):
     """``generate(out, ranks, samples, *words)`` of each prompt."""
 
-    def run(out: str, ranks: int, samples: int, *words: str, planted: str = "") -> Done:
+    def run(out, ranks, samples, *words, planted=""):
         command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--samples", str(samples))
         return forge("megatron").run(place, (*command, "--json"), ranks, planted, limit_s=120)
 
@@ -76,9 +70,7 @@ def generate(place: Path, forge: Callable[[str], Forge]) -> Callable[..., Done]:
 
 
 @pytest.mark.slow
-def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
-    place: Path, generate: Callable[..., Done]
-) -> None:
+def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(place, generate):
     alone = json.loads(generate("alone.jsonl", 1, 3, "generate.slots=1").stdout)
     assert (alone["samples"], alone["samples_before"]) == (12, 0)
     assert alone["ended"].keys() == {"end", "limit"}
@@ -102,7 +94,7 @@ def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
 
 
 @pytest.mark.slow
-def test_two_generations_do_not_write_into_one_file(place: Path, generate: Callable[..., Done]) -> None:
+def test_two_generations_do_not_write_into_one_file(place, generate):
     hasty = "import evenload.runtime.world.folder_lock as module; module.WAIT_S = 0.1"
     with (place / ".o.jsonl.lock").open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
@@ -121,10 +113,10 @@ decode: {step_s: 1.0e-2, row_s: 1.0e-3, key_s: 1.0e-5, prompt_s: 1.0e-6}
 
 
 @pytest.mark.slow
-def test_samples_that_are_dealt_by_length_and_again_stay_the_same(place: Path, generate: Callable[..., Done]) -> None:
+def test_samples_that_are_dealt_by_length_and_again_stay_the_same(place, generate):
     (place / "c.yaml").write_text(COSTS)
 
-    def dealt(*arguments: Any) -> Any:
+    def dealt(*arguments):
         return json.loads(generate(*arguments).stdout)["dealing"]
 
     alone = dealt("alone.jsonl", 1, 6)
@@ -140,7 +132,7 @@ def test_samples_that_are_dealt_by_length_and_again_stay_the_same(place: Path, g
     assert [(row["tokens"], row["ended"]) for row in got] == [(row["tokens"], row["ended"]) for row in want]
 
 
-def test_moves_are_by_measured_costs_where_nobody_says() -> None:
+def test_moves_are_by_measured_costs_where_nobody_says():
     dealing = Dealing.of_requests([Request(0, (1, 2), 6400, (0, 1, 2))], Generation(), 2)
     measured = DecodeCost(step_s=0.01, row_s=0.0, key_s=0.0, prompt_s=0.0)
     asked_for = {(None, None): None, (measured, None): 200, (measured, 0): None, (None, 7): 7}
@@ -151,7 +143,7 @@ def test_moves_are_by_measured_costs_where_nobody_says() -> None:
     assert ByLength(quick, (), None).deal(dealing).forwards is None
 
 
-def test_what_has_ended_tells_of_the_rest_also_of_samples_that_were_cut() -> None:
+def test_what_has_ended_tells_of_the_rest_also_of_samples_that_were_cut():
     requests = [Request(3, (1,), 50, (1, 2)), Request(8, (1, 2), 900, (1, 2))]
     dealing = Dealing.of_requests(requests, Generation(), 2)
     known = [Completion(3, 0, (1,) * 50, (0.0,) * 50, "limit"), Completion(8, 0, (1,) * 40, (0.0,) * 40, "end")]
@@ -168,7 +160,7 @@ def test_what_has_ended_tells_of_the_rest_also_of_samples_that_were_cut() -> Non
     assert sorted(map(list, again.ranks)) == [[0], [3]]
 
 
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+BAD = {
     "no end token": ({"generate.end_tokens": "null"}, '{"prompt": "a"}', "nothing says which token ends a sample"),
     "no prompts": ({}, "", "has no prompt"),
     "another field": ({}, '{"text": "a"}', "line 1 of .* has no prompt"),
@@ -184,7 +176,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_is_said_before_a_rank_starts(name: str, place: Path) -> None:
+def test_what_cannot_be_is_said_before_a_rank_starts(name, place):
     changes, prompts, text = BAD[name]
     (place / "p.jsonl").write_text(prompts)
     words = [f"{key}={value}" for key, value in changes.items() if "." in key]
@@ -194,8 +186,8 @@ def test_what_cannot_be_is_said_before_a_rank_starts(name: str, place: Path) -> 
         asked(recipe, place / "p.jsonl", out, number, changes.get("checkpoint"))
 
 
-def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place: Path) -> None:
-    def run(*words: str, samples: int = 1) -> str:
+def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place):
+    def run(*words, samples=1):
         return mark_of(asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o", samples))
 
     same = [run("generate.slots=9"), run("generate.cache_tokens=640"), run("parallel.tp=2"), run(samples=4)]
@@ -204,7 +196,7 @@ def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place: Path) -> None:
     assert len({run(), *map(run, words)}) == 6
 
 
-def kept_checkpoint(folder: Path, content: bytes, *, hashed: bool = True) -> Path:
+def kept_checkpoint(folder, content, *, hashed=True):
     """A checkpoint of one file, with the manifest of this version or of the first one, which had no hashes."""
     (folder / "trainer").mkdir(parents=True, exist_ok=True)
     (folder / "trainer" / "weights.pt").write_bytes(content)
@@ -216,20 +208,20 @@ def kept_checkpoint(folder: Path, content: bytes, *, hashed: bool = True) -> Pat
     return folder
 
 
-def marked(place: Path, words: Sequence[str] = (), checkpoint: Path | None = None, tenant: str = "") -> str:
+def marked(place, words=(), checkpoint=None, tenant=""):
     recipe = load_recipe(place / "r.yaml", words)
     return mark_of(asked(recipe, place / "p.jsonl", place / "o", 1, checkpoint, tenant))
 
 
 @pytest.mark.parametrize("hashed", [True, False])
-def test_the_mark_of_a_checkpoint_is_of_its_content_and_not_of_its_path(place: Path, hashed: bool) -> None:
+def test_the_mark_of_a_checkpoint_is_of_its_content_and_not_of_its_path(place, hashed):
     one = marked(place, checkpoint=kept_checkpoint(place / "kept", b"one", hashed=hashed))
     assert one not in (marked(place), marked(place, checkpoint=kept_checkpoint(place / "kept", b"two", hashed=hashed)))
     assert one == marked(place, checkpoint=kept_checkpoint(place / "copy", b"one", hashed=hashed))
 
 
 @pytest.mark.slow
-def test_the_mark_of_weights_is_of_every_byte_and_not_of_their_path(place: Path) -> None:
+def test_the_mark_of_weights_is_of_every_byte_and_not_of_their_path(place):
     pytest.importorskip("transformers")
     folder = folder_of(Path("tiny-llama"))
     config, size = json.loads((folder / "config.json").read_text()), (folder / "model.safetensors").stat().st_size
@@ -248,7 +240,7 @@ def test_the_mark_of_weights_is_of_every_byte_and_not_of_their_path(place: Path)
     assert len({*marks.values()}) == len(marks) == 4
 
 
-def test_the_mark_of_an_adapter_is_of_what_scales_it_too(place: Path) -> None:
+def test_the_mark_of_an_adapter_is_of_what_scales_it_too(place):
     words = ["plugins.lora.enabled=true", f"plugins.lora.out={place}"]
     for name, alpha in {"a": 8, "b": 8, "c": 16}.items():
         (place / name).mkdir()
@@ -257,42 +249,20 @@ def test_the_mark_of_an_adapter_is_of_what_scales_it_too(place: Path) -> None:
     assert marked(place, words, tenant="a") == marked(place, words, tenant="b") != marked(place, words, tenant="c")
 
 
-def digest_on_rank(place: str) -> str:
+def digest_on_rank(place):
     load_plugins()
     wanted = asked(load_recipe(Path(place) / "r.yaml"), Path(place) / "p.jsonl", Path(place) / "o", 1)
     return mark_of(wanted._replace(unhashed=[Path(place) / name for name in ("one", "two", "three", "four", "five")]))
 
 
-def test_ranks_share_the_reading_of_files_and_have_the_mark_of_one(place: Path, world: Any) -> None:
+def test_ranks_share_the_reading_of_files_and_have_the_mark_of_one(place, world):
     for number, name in enumerate(("one", "two", "three", "four", "five")):
         (place / name).write_bytes(bytes([number]) * number)
     assert {*world(2).run(digest_on_rank, str(place))} == {digest_on_rank(str(place))}
 
 
-@pytest.mark.slow
-def test_samples_of_a_checkpoint_that_was_trained_anew_do_not_go_into_a_file_of_the_one_before(
-    place: Path, generate: Callable[..., Done], forged: Callable[..., Done]
-) -> None:
-    def trained(seed: int) -> None:
-        words = ("train.steps=1", "train.global_batch_size=2", "checkpoint.dir=kept", "checkpoint.resume=false")
-        done = forged(place, "train", "r.yaml", *words, f"train.seed={seed}", ranks=1)
-        assert done.returncode == 0, done.stderr[-2000:]
-
-    def sampled(samples: int) -> Done:
-        return generate("o.jsonl", 1, samples, "--checkpoint", "kept")
-
-    trained(1)
-    assert sampled(1).returncode == 0
-    assert json.loads(sampled(2).stdout)["samples_before"] == 4
-    before = (place / "o.jsonl").read_text()
-    trained(2)
-    other = sampled(3)
-    assert (other.returncode, "holds something else than samples of this run" in other.stderr) == (2, True)
-    assert (place / "o.jsonl").read_text() == before
-
-
-def test_the_mark_of_a_run_is_that_of_its_prompts_and_their_limits(place: Path) -> None:
-    def run(*lines: dict[str, Any]) -> str:
+def test_the_mark_of_a_run_is_that_of_its_prompts_and_their_limits(place):
+    def run(*lines):
         (place / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return marked(place)
 
@@ -303,7 +273,7 @@ def test_the_mark_of_a_run_is_that_of_its_prompts_and_their_limits(place: Path) 
     assert run({**one, "max_new_tokens": 24, "note": "read by nobody"}, other) == known[0]
 
 
-def test_the_mark_of_a_run_is_that_of_its_tokenizer_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mark_of_a_run_is_that_of_its_tokenizer_too(place, monkeypatch):
     """Whose texts a file has, though the prompt was given in tokens."""
     (place / "p.jsonl").write_text('{"prompt": [7, 8, 9]}')
     runs = [marked(place)]
@@ -315,21 +285,19 @@ def test_the_mark_of_a_run_is_that_of_its_tokenizer_too(place: Path, monkeypatch
 TENANTS = ("plugins.lora.enabled=true", "plugins.lora.tenants=own", "plugins.lora.out=kept")
 
 
-def test_a_line_goes_through_its_own_tenant_and_others_through_that_of_the_command(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_goes_through_its_own_tenant_and_others_through_that_of_the_command(place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "own").mkdir()
     for name in ("ann", "bob", "cid"):
         (place / "kept" / name / "last").mkdir(parents=True)
         (place / "kept" / name / "last" / "adapter_model.safetensors").write_bytes(name.encode())
 
-    def wanted(tenant: str, *of_lines: str) -> Any:
+    def wanted(tenant, *of_lines):
         lines = [{"prompt": "a", **({"tenant": own} if own else {})} for own in of_lines]
         (place / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return asked(load_recipe(place / "r.yaml", TENANTS), place / "p.jsonl", place / "o", 1, tenant=tenant)
 
-    def names(tenant: str, *of_lines: str) -> list[str]:
+    def names(tenant, *of_lines):
         given = wanted(tenant, *of_lines)
         folders = [folder.parent.name for folder in given.adapters]
         return [folders[one.tenant] if one.tenant is not None else "" for one in given.requests]
@@ -347,7 +315,7 @@ def test_a_line_goes_through_its_own_tenant_and_others_through_that_of_the_comma
     assert mark_of(wanted("bob", "", "")) != runs[3], "adapters are told by what they hold"
 
 
-def test_the_first_of_several_stop_strings_cuts_a_text_where_it_first_stands() -> None:
+def test_the_first_of_several_stop_strings_cuts_a_text_where_it_first_stands():
     """Tokens of several characters may bring more than one at once."""
     words = ("one ", "two;\n; END three END", "END")
     stops = StopStrings(SimpleNamespace(decode=lambda tokens: "".join(words[token] for token in tokens)), ("END", "\n"))
@@ -357,7 +325,7 @@ def test_the_first_of_several_stop_strings_cuts_a_text_where_it_first_stands() -
     assert stops.text_of(sample._replace(tokens=(0, 2, 0, 2))) == "one "
 
 
-def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:
+def test_a_stop_string_ends_a_sample_wherever_tokens_part_it():
     stops = StopStrings(open_tokenizer("bytes"), ("\n\n", "END"))
     tokens = list(b"aEN\nDENDx")
     assert [stops(tokens[:n]) for n in range(1, 10)] == [False] * 7 + [True, True]
@@ -368,17 +336,7 @@ def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:
     assert not StopStrings(open_tokenizer("bytes"), ())(tokens)
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    out = tmp_path / "o.jsonl"
-    odd = '{"prompt": 1, "sample": 0, "tokens": "5", "log_probs": [0.5], "ended": "end", "run": "run"}\n'
-    for text in ("notes\n", '{"prompt": 1}\n', "[1]\n", '{"prompt": 1, "sample": 0, "run": "run"}\n', odd, "[" * 9999):
-        out.write_text(text)
-        with pytest.raises(EvenloadError, match="something else than samples"):
-            SampleFile(out, "run", lambda _: "").read()
-        assert out.read_text() == text
-
-
-def test_a_recipe_that_divides_tokens_or_has_domains_is_generated_from_as_any_other(place: Path) -> None:
+def test_a_recipe_that_divides_tokens_or_has_domains_is_generated_from_as_any_other(place):
     recipe = load_recipe(
         place / "r.yaml", ["parallel.tp=2", "megatron.sequence_parallel=true", "model.vocab_size=null"]
     )
@@ -386,10 +344,3 @@ def test_a_recipe_that_divides_tokens_or_has_domains_is_generated_from_as_any_ot
     recipe = recipe.changed({"data": {"domains": domains, "max_length": 64}})
     prepared = asked(recipe, place / "p.jsonl", place / "o.jsonl", samples=1)
     assert (prepared.recipe.megatron.sequence_parallel, prepared.recipe.model.vocab_size) == (False, 256)
-
-
-def test_a_host_that_divides_tokens_refuses_to_generate_by_name(place: Path) -> None:
-    generating = pytest.importorskip("evenload.integrations.host.generating")
-    recipe = load_recipe(place / "r.yaml", ["parallel.tp=2", "megatron.sequence_parallel=true"])
-    with pytest.raises(EvenloadError, match="sequence_parallel true"):
-        generating.samples_of(SimpleNamespace(recipe=recipe), [], None, None, None, None, None)

@@ -1,12 +1,8 @@
 """The shipped recipe of tenants: three train, one of them stops early, one joins; peft opens what they leave."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ loop.TenantLoop._train = train
 
 
 @full
-def test_one_joins_one_stops_early_and_peft_opens_all_of_them(tmp_path: Path, forged: Callable[..., Any]) -> None:
+def test_one_joins_one_stops_early_and_peft_opens_all_of_them(tmp_path, forged):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     (tmp_path / "recipes").mkdir()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,24 +17,22 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import MemoryCost
 from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.recipe.recipe import load, parse
 from evenload.core.recipe.sizes import shape_of
 from evenload.core.simulate.step import simulate
-from evenload.runtime.measure.memory import free_bytes, live_bytes
+from evenload.runtime.measure.memory import live_bytes
 from evenload.training.profiling import tenants
 from evenload.training.profiling.cases import Case, cases
 from evenload.training.profiling.degrees import sharded_otherwise
 from evenload.training.verbs import profile
-from evenload.training.verbs.profile import MeasuredCase, fit_samples, measure, write_costs
+from evenload.training.verbs.profile import MeasuredCase, fit_samples, measure
 from harness.cases import only_full
-from harness.commands import Done, command
+from harness.commands import command
 
 load_plugins()
-Forged = Callable[..., Done]
 QUICK = """
 from evenload.training.verbs import profile
 profile.REPEATS = profile.FEWEST_RUNS = 1
@@ -51,11 +47,11 @@ PLANTED = Costs(source="test", forward=FORWARD, backward=BACKWARD)
 CPU = torch.device("cpu")
 
 
-def rest_of(case: Case) -> float:
+def rest_of(case):
     return CONSTANT_S + LAUNCH_S * case.work.launches + TOKEN_S * case.work.tokens
 
 
-def context(num_ranks: int = 2, **traffic: Any) -> PlanningContext:
+def context(num_ranks=2, **traffic):
     layout = Layout(dp=num_ranks)
     cluster = clusters.load("local", RECIPES / "clusters")
     link = clusters.Link(latency_s=0.0, bytes_per_s=2e9)
@@ -63,7 +59,7 @@ def context(num_ranks: int = 2, **traffic: Any) -> PlanningContext:
 
 
 @pytest.mark.parametrize(("max_length", "max_tokens"), [(8192, 16384), (64, 64), (100, 1000), (32768, 8192), (2, 2)])
-def test_cases_fit_the_cap_and_tell_lengths_from_tokens(max_length: int, max_tokens: int) -> None:
+def test_cases_fit_the_cap_and_tell_lengths_from_tokens(max_length, max_tokens):
     found = cases(max_length, max_tokens)
     assert len(set(found)) == len(found)
     assert any(c.length == max_length for c in found)
@@ -78,7 +74,7 @@ def test_cases_fit_the_cap_and_tell_lengths_from_tokens(max_length: int, max_tok
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("case", [Case(3, 5), Case(2, 100, count=3), Case(2, 101, cuts=4), Case(1, 64, 2, 2)], ids=str)
-def test_a_case_is_a_lawful_plan_with_the_same_work_on_every_rank(case: Case, num_ranks: int) -> None:
+def test_a_case_is_a_lawful_plan_with_the_same_work_on_every_rank(case, num_ranks):
     plan = case.plan(num_ranks)
     assert plan.num_tokens == num_ranks * case.tokens
     for rank in range(num_ranks):
@@ -90,8 +86,8 @@ def test_a_case_is_a_lawful_plan_with_the_same_work_on_every_rank(case: Case, nu
     assert bool(plan.order) == (case.cuts > 1) == bool(plan.cut)
 
 
-def samples_of(planted: Costs, **changed: Any) -> list[MeasuredCase]:
-    def sample(case: Case) -> MeasuredCase:
+def samples_of(planted, **changed):
+    def sample(case):
         forward_s, backward_s, rest_s = planted.forward.of(case.work), planted.backward.of(case.work), rest_of(case)
         shape = case.num, case.length, case.count, case.cuts
         seconds = {"forward_s": forward_s, "backward_s": backward_s, "rest_s": rest_s}
@@ -101,7 +97,7 @@ def samples_of(planted: Costs, **changed: Any) -> list[MeasuredCase]:
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
-def test_the_fit_finds_the_planted_coefficients(sharding: str) -> None:
+def test_the_fit_finds_the_planted_coefficients(sharding):
     at = context(2, sharding=sharding)
     found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
     assert max(found.errors.values()) < 1e-6
@@ -112,7 +108,7 @@ def test_the_fit_finds_the_planted_coefficients(sharding: str) -> None:
     assert found.update_s == pytest.approx(CONSTANT_S * (2 if sharding == "optimizer" else 1))
 
 
-def test_the_fit_tells_experts_apart() -> None:
+def test_the_fit_tells_experts_apart():
     samples = [
         replace(
             s,
@@ -134,7 +130,7 @@ def test_the_fit_tells_experts_apart() -> None:
     assert found.errors["forward"] < 1e-6
 
 
-def test_a_tensor_parallel_rank_gets_back_what_it_took() -> None:
+def test_a_tensor_parallel_rank_gets_back_what_it_took():
     at = replace(context(1), layout=Layout(tp=2))
     found = fit_samples(samples_of(PLANTED), at, waiting_counts=False)
     whole = Costs(source="", forward=found.forward, backward=found.backward, update_s=found.update_s)
@@ -145,7 +141,7 @@ def test_a_tensor_parallel_rank_gets_back_what_it_took() -> None:
     assert rank.update_s == pytest.approx(CONSTANT_S)
 
 
-def test_what_the_simulator_adds_to_a_step_is_not_counted_twice() -> None:
+def test_what_the_simulator_adds_to_a_step_is_not_counted_twice():
     """Where waiting counts, the rest holds the gradient sum, which the links predict."""
     at = context(2, gradient_bytes=1e7)
     costs = replace(at, costs=PLANTED)
@@ -163,7 +159,7 @@ def test_what_the_simulator_adds_to_a_step_is_not_counted_twice() -> None:
     assert fit_samples(samples, at, waiting_counts=False).update_s > CONSTANT_S + 0.9 * gradient_sum_s
 
 
-def test_a_formula_that_is_not_the_machine_s_shows_in_the_error() -> None:
+def test_a_formula_that_is_not_the_machine_s_shows_in_the_error():
     """Attention that costs every slice its whole sequence again: not linear in launches, tokens and pairs."""
     samples = [replace(s, backward_s=s.backward_s * s.cuts) for s in samples_of(PLANTED)]
     errors = fit_samples(samples, context(), waiting_counts=False).errors
@@ -172,7 +168,7 @@ def test_a_formula_that_is_not_the_machine_s_shows_in_the_error() -> None:
     assert errors["step"] > 0.05
 
 
-def test_what_the_wall_adds_to_cpu_seconds_is_in_every_coefficient() -> None:
+def test_what_the_wall_adds_to_cpu_seconds_is_in_every_coefficient():
     samples = [replace(s, step_s=1.2 * s.step_s) for s in samples_of(PLANTED)]
     slow, fast = (fit_samples(found, context(), waiting_counts=False) for found in (samples, samples_of(PLANTED)))
     assert slow.errors == pytest.approx(fast.errors, abs=1e-6)
@@ -182,7 +178,7 @@ def test_what_the_wall_adds_to_cpu_seconds_is_in_every_coefficient() -> None:
         assert told == pytest.approx({key: 1.2 * value for key, value in plain.items()})
 
 
-def test_too_few_samples_are_refused() -> None:
+def test_too_few_samples_are_refused():
     with pytest.raises(EvenloadError, match="too few shapes"):
         fit_samples(samples_of(PLANTED)[:3], context(), waiting_counts=False)
 
@@ -197,7 +193,7 @@ class Machine:
     model: torch.nn.Module = field(default_factory=torch.nn.Identity)
     trained: Any = None
 
-    def train_step(self, plan: Any, tokens_of: Any, *, lr: float, mark: Any) -> Any:
+    def train_step(self, plan, tokens_of, *, lr, mark):
         assert lr == 0.0
         assert len(tokens_of(0)) >= int(plan.lengths[0])
         work = cost_models.work_of(plan.micro_batches)
@@ -208,7 +204,7 @@ class Machine:
         return SimpleNamespace(forward_s=forward, busy_s=forward + backward)
 
 
-def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
+def job_on(machine, monkeypatch):
     monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     monkeypatch.setattr(profile, "cpu_clock", lambda: lambda: machine.now)
     recipe = SimpleNamespace(model=SimpleNamespace(vocab_size=128), data=SimpleNamespace(max_length=65536))
@@ -223,7 +219,7 @@ def job_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_of_some_runs_is_kept(monkeypatch):
     monkeypatch.setattr(profile, "CASE_S", 1e9)
     samples = measure(job_on(Machine(), monkeypatch), cases(4096, 4096))
     assert [Case(s.num, s.length, s.count, s.cuts) for s in samples] == cases(4096, 4096)
@@ -236,9 +232,7 @@ def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("before", "after", "is_busy"), [(0.5, 1.0, False), (9.0, 1.0, True), (0.5, 9.0, True)])
-def test_the_higher_of_two_loads_and_the_spread_of_runs_are_what_ran_beside(
-    monkeypatch: pytest.MonkeyPatch, before: float, after: float, is_busy: bool
-) -> None:
+def test_the_higher_of_two_loads_and_the_spread_of_runs_are_what_ran_beside(monkeypatch, before, after, is_busy):
     monkeypatch.setattr(profile, "CASE_S", 1e9)
     monkeypatch.setattr(profile, "load_average", lambda: after)
     monkeypatch.setattr(profile.os, "cpu_count", lambda: 2)
@@ -251,7 +245,7 @@ def test_the_higher_of_two_loads_and_the_spread_of_runs_are_what_ran_beside(
     assert profile._beside(job, slower, before, per_node=1).busy
 
 
-def test_cases_that_would_overrun_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_would_overrun_the_budget_are_left_out(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(profile, "BUDGET_S", 4.0)
     samples = measure(job_on(machine, monkeypatch), cases(65536, 65536))
@@ -259,39 +253,14 @@ def test_cases_that_would_overrun_the_budget_are_left_out(monkeypatch: pytest.Mo
     assert machine.now < 4.0 + 1.5 * profile.REPEATS * max(s.forward_s + s.backward_s for s in samples)
 
 
-def test_written_costs_are_read_back(tmp_path: Path) -> None:
-    costs = Costs(
-        source="a machine; `evenload profile`",
-        forward=FORWARD,
-        backward=BACKWARD,
-        memory=MemoryCost(fixed_bytes=1e9, activation_bytes_per_token=123456.0, kv_bytes_per_token=8192.0),
-        num_layers=4,
-        update_s=0.004,
-        intra=clusters.Link(latency_s=1e-4, bytes_per_s=2e9),
-        fit_error=0.0123,
-    )
-    out = tmp_path / "costs.yaml"
-    out.write_text("older")
-    write_costs(costs, out)
-    assert cost_models.load(str(out), tmp_path) == costs
-    assert [p.name for p in tmp_path.iterdir()] == ["costs.yaml"]
-
-
-def test_costs_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
-    (tmp_path / "costs.yaml").mkdir()
-    with pytest.raises(EvenloadError, match="cannot be written"):
-        write_costs(Costs(source="x", forward=FORWARD, backward=BACKWARD), tmp_path / "costs.yaml")
-    assert [p.name for p in tmp_path.iterdir()] == ["costs.yaml"]
-
-
 @pytest.mark.parametrize(("out", "what"), [("costs.json", "YAML file"), ("nowhere/costs.yaml", "cannot be written")])
-def test_a_wrong_out_is_refused_before_anything_is_measured(tmp_path: Path, out: str, what: str) -> None:
+def test_a_wrong_out_is_refused_before_anything_is_measured(tmp_path, out, what):
     with pytest.raises(EvenloadError, match=what):
-        profile.profile(None, tmp_path / out)  # type: ignore[arg-type]
+        profile.profile(None, tmp_path / out)
 
 
 @pytest.mark.parametrize("word", ["deepspeed.zero_stage=2", "train.steps=3", "model.num_layers=3", "trainer=megatron"])
-def test_what_one_file_does_not_tell_apart_is_refused_before_anything_is_measured(word: str) -> None:
+def test_what_one_file_does_not_tell_apart_is_refused_before_anything_is_measured(word):
     own = ["trainer=deepspeed", "deepspeed.zero_stage=1"]
     recipe, changed = load("quickstart", own), load("quickstart", [*own, word])
     with pytest.raises(EvenloadError, match="tells recipes apart by what their ranks divide"):
@@ -302,7 +271,7 @@ def test_what_one_file_does_not_tell_apart_is_refused_before_anything_is_measure
         sharded_otherwise(recipe, {"deepspeed.zero_stage=0": other}, [1, 2])
 
 
-def test_live_bytes_counts_a_storage_once() -> None:
+def test_live_bytes_counts_a_storage_once():
     before = live_bytes(CPU)
     kept = torch.zeros(1000, dtype=torch.float64)
     views = [kept[:10], kept.view(10, 100)]
@@ -311,8 +280,12 @@ def test_live_bytes_counts_a_storage_once() -> None:
     assert live_bytes(CPU) == before
 
 
-def test_free_bytes_is_a_plausible_number() -> None:
-    assert 1 << 20 < free_bytes(CPU) < 1 << 50
+SMALL = """
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, num_query_groups: 2, vocab_size: 256}
+data: {max_length: 128}
+train: {global_batch_size: 4}
+plugins: {packing: {enabled: true, max_tokens: 256}}
+"""
 
 
 @pytest.mark.slow
@@ -320,23 +293,13 @@ def test_free_bytes_is_a_plausible_number() -> None:
     ("trainer", "num_ranks", "more"),
     [("megatron", 2, "train.recompute=true"), only_full("deepspeed", 1, "--also deepspeed.zero_stage=3")],
 )
-def test_profile_measures_a_real_trainer(
-    tmp_path: Path, trainer: str, num_ranks: int, more: str, forged: Forged
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(
-        f"trainer: {trainer}\n"
-        "model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, num_query_groups: 2}\n"
-        "data: {source: samples.jsonl, max_length: 256}\ntrain: {global_batch_size: 4}\n"
-        "plugins: {packing: {enabled: true, max_tokens: 1024}}\n"
-    )
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 40)))
-    options = ["--nproc", str(num_ranks), "--out", "costs.yaml", "--json"]
-    done = forged(tmp_path, "profile", "recipe.yaml", *more.split(), *options, ranks=num_ranks, planted=QUICK)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_profile_measures_a_real_trainer(tmp_path, trainer, num_ranks, more, ran):
+    (tmp_path / "recipe.yaml").write_text(f"trainer: {trainer}{SMALL}")
+    words = (*more.split(), "--nproc", str(num_ranks), "--out", "costs.yaml")
+    result = ran(tmp_path, "profile", "recipe.yaml", *words, ranks=num_ranks, planted=QUICK)
     assert set(result) >= {"host", "passes", "update_s", "links", "fit_error", "samples", "out", "memory"}
     found = {(s["num"], s["length"], s["count"], s["cuts"]) for s in result["samples"]}
-    assert found == {(c.num, c.length, c.count, c.cuts) for c in cases(256, 1024)}
+    assert found == {(c.num, c.length, c.count, c.cuts) for c in cases(128, 256)}
     costs = cost_models.load(str(tmp_path / "costs.yaml"), tmp_path)
     assert costs.forward.token_s > 0
     assert costs.backward.token_s > 0
@@ -368,23 +331,12 @@ def test_profile_measures_a_real_trainer(
     assert costs.memory.activation_bytes_per_token > 2 * 4 * 4 * 64
 
 
-SMALL = """
-model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256}
-data: {max_length: 128}
-train: {global_batch_size: 4}
-plugins: {packing: {enabled: true, max_tokens: 256}}
-"""
-
-
 @pytest.mark.slow
-def test_degrees_of_tensor_parallelism_are_measured_into_one_file(
-    tmp_path: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_degrees_of_tensor_parallelism_are_measured_into_one_file(tmp_path, ran, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(SMALL)
-    words = ("--tp", "1,2", "--out", "costs.yaml", "--json")
-    done = forged(tmp_path, "profile", "recipe.yaml", *words, ranks=2, planted=QUICK)
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)["by_tp"]) == {"1", "2"}
+    words = ("--tp", "1,2", "--out", "costs.yaml")
+    result = ran(tmp_path, "profile", "recipe.yaml", *words, ranks=2, planted=QUICK)
+    assert set(result["by_tp"]) == {"1", "2"}
     costs = cost_models.load(str(tmp_path / "costs.yaml"), tmp_path)
     assert (costs.tp, set(costs.by_tp)) == (1, {2})
     # Bytes of both degrees are those of one model: what a rank holds follows from its layers.
@@ -400,7 +352,7 @@ def test_degrees_of_tensor_parallelism_are_measured_into_one_file(
     assert "does not divide the ranks" in wrong.stderr
 
 
-def test_what_the_tenant_of_a_profile_takes_is_what_plans_add_for_such_a_tenant() -> None:
+def test_what_the_tenant_of_a_profile_takes_is_what_plans_add_for_such_a_tenant():
     recipe = parse({"plugins": {"lora": {"enabled": True}}, "model": {"vocab_size": 256}, "parallel": {"dp": 2}})
     chain, shape = PlanChain.of_recipe(recipe, recipe.layout()), shape_of(recipe.model)
     base = chain.context.costs
@@ -413,7 +365,7 @@ def test_what_the_tenant_of_a_profile_takes_is_what_plans_add_for_such_a_tenant(
 
 
 @pytest.mark.slow
-def test_profile_of_a_frozen_base(tmp_path: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_of_a_frozen_base(tmp_path, forged, monkeypatch):
     (tmp_path / "recipe.yaml").write_text(SMALL)
     words = ("plugins.lora.enabled=true", "--out", "costs.yaml", "--json")
     done = forged(tmp_path, "profile", "recipe.yaml", *words, ranks=1, planted=QUICK)
@@ -430,6 +382,6 @@ def test_profile_of_a_frozen_base(tmp_path: Path, forged: Forged, monkeypatch: p
     assert PlanChain.of_recipe(known, known.layout(1)).context.costs.backward == costs.backward
 
 
-def _norms(layers: int, hidden: int) -> int:
+def _norms(layers, hidden):
     """Weights that costs leave out: two norms of a layer, and the last one."""
     return (2 * layers + 1) * hidden

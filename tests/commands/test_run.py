@@ -1,7 +1,5 @@
 """`evenload run`: exit codes, the startup folder, and who is left alone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -18,7 +16,7 @@ from evenload.commands.env import STARTUP
 from evenload.commands.run import run as run_command
 from evenload.core.errors import EvenloadError
 from harness.cases import full
-from harness.commands import ACCELERATE, TORCHRUN, Done, command
+from harness.commands import ACCELERATE, TORCHRUN, command
 from harness.forge import free_port
 
 pytestmark = pytest.mark.usefixtures("on_cpus")
@@ -37,11 +35,7 @@ def recipe(tmp_path):
     return path
 
 
-def text_of(content: dict[str, object]) -> str:
-    return base64.urlsafe_b64encode(zlib.compress(json.dumps(content).encode())).decode()
-
-
-def start(recipe: Path, *words: object) -> Done:
+def start(recipe, *words):
     return command(recipe.parent, "run", recipe, "--", *words)
 
 
@@ -148,34 +142,6 @@ def test_the_users_own_sitecustomize_runs_in_every_process(recipe, tmp_path, mon
     assert done.stdout.split() == [str(tmp_path / "sitecustomize.py"), "False"] * 2, done.stderr
 
 
-def test_the_trainers_import_switches_on_and_is_asked_once(recipe, tmp_path):
-    """With a stand-in for the session: what is tested here is the startup file."""
-    for package, text in {
-        "megatron/core/__init__.py": "import evenload\nSEEN = evenload.CALLS[:]\n",
-        "evenload/__init__.py": ("CALLS = []\ndef enable(recipe): CALLS.append(recipe)\n"),
-        "evenload/api.py": "def load_plugins(): pass\n",
-        "evenload/core/recipe/carried.py": "def recipe_in(content): return content['recipe']\n",
-        "evenload/integrations/unmodified/planned_runs.py": "def watch_process(): pass\n",
-    }.items():
-        (tmp_path / package).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / package).write_text(text)
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)]),
-        "PYTHON_EVENLOAD": text_of({"before": ["absent", "megatron.core"], "recipe": str(recipe)}),
-        "EVENLOAD_STARTED": str(tmp_path),
-    }
-    code = (
-        "import sys, importlib, importlib.util as u; u.find_spec('megatron.core'); before = len(sys.meta_path); "
-        "import megatron.core as m; first = m.SEEN; importlib.reload(m); "
-        "print(len(first), len(m.SEEN), before - len(sys.meta_path), m.SEEN[0])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["1", "1", "1", str(recipe)], done.stderr
-    assert [path for path in tmp_path.iterdir() if path.name.isdigit()]
-
-
 @full
 @pytest.mark.slow
 def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
@@ -208,6 +174,7 @@ def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_acceler
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
+@full
 @pytest.mark.slow
 def test_a_failing_script_under_torchrun_gives_1(recipe, tmp_path):
     script = tmp_path / "fails.py"

@@ -1,11 +1,7 @@
 """What `evenload score` refuses before a rank starts, and what it leaves out of the recipe."""
 
-from __future__ import annotations
-
 import fcntl
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from evenload.api import load_plugins
@@ -13,7 +9,6 @@ from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse
 from evenload.runtime.files import LOCK
 from evenload.training.verbs.score import asked
-from harness.forge import Done
 
 load_plugins()
 DOMAINS = {name: {"source": "python-docstrings"} for name in "ab"}
@@ -40,15 +35,13 @@ HASTY = "import evenload.runtime.world.folder_lock as module; module.WAIT_S = 0.
 
 
 @pytest.mark.slow
-def test_a_folder_has_one_writer_and_one_that_was_killed_keeps_nobody_out(
-    tmp_path: Path, forged: Callable[..., Done]
-) -> None:
+def test_a_folder_has_one_writer_and_one_that_was_killed_keeps_nobody_out(tmp_path, forged):
     rows = [json.dumps({"text": f"{word} {n} " * (n % 5 + 1)}) for n, word in enumerate(["one", "tea", "idea"] * 4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "r.yaml").write_text(RECIPE)
     assert forged(tmp_path, "train", "r.yaml", "checkpoint.dir=kept").returncode == 0
 
-    def scored(out: str, planted: str = "") -> Done:
+    def scored(out, planted=""):
         return forged(tmp_path, "score", "r.yaml", "--checkpoint", "kept", "--out", out, planted=planted)
 
     assert scored("out", KILLED).returncode != 0
@@ -61,7 +54,7 @@ def test_a_folder_has_one_writer_and_one_that_was_killed_keeps_nobody_out(
     assert (tmp_path / "out" / "all.npy").read_bytes() == (tmp_path / "alone" / "all.npy").read_bytes()
 
 
-def test_policies_of_data_have_no_part_in_it(tmp_path: Path) -> None:
+def test_policies_of_data_have_no_part_in_it(tmp_path):
     data = {"enabled": True, "reference": "nowhere", "mix": {"policy": "doremi"}}
     recipe = parse({"data": {"domains": DOMAINS}, "plugins": {"data": data}})
     with pytest.raises(EvenloadError, match="nothing has trained"):

@@ -1,11 +1,6 @@
 """A trainer that one row adds: doctor, plan, train and a proof, and scripts under ``evenload run``."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.api import load_recipe
@@ -38,13 +33,13 @@ plugins: {packing: {enabled: true, max_tokens: 256}}
 
 
 @pytest.fixture
-def toy() -> Iterator[None]:
+def toy():
     exec(ROW, {})
     yield
     del TRAINERS["toy"]
 
 
-def test_a_row_is_all_that_recipes_and_doctor_need(toy: None, tmp_path: Path) -> None:
+def test_a_row_is_all_that_recipes_and_doctor_need(toy, tmp_path):
     (tmp_path / "r.yaml").write_text(RECIPE)
     result = doctor(load_recipe(tmp_path / "r.yaml"))
     (row,) = [row for row in result["loops"] if row["trainer"] == "toy"]
@@ -56,18 +51,18 @@ def test_a_row_is_all_that_recipes_and_doctor_need(toy: None, tmp_path: Path) ->
     assert refusal.value.do.endswith("trainer: megatron or deepspeed or toy")
 
 
-def test_without_its_row_it_is_no_trainer() -> None:
+def test_without_its_row_it_is_no_trainer():
     with pytest.raises(EvenloadError, match="trainer is not valid"):
         parse({"trainer": "toy"})
 
 
 @pytest.mark.slow
-def test_a_toy_trainer_plans_and_trains(tmp_path: Path, toy: None, forge: Callable[[str], Any]) -> None:
+def test_a_toy_trainer_plans_and_trains(tmp_path, toy, forge):
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "lengths.txt").write_text("64\n17\n30\n5\n" * 4)
     assert command(tmp_path, "plan", "r.yaml", "--lengths", "lengths.txt").returncode == 0
 
-    def run(verb: str, *words: str) -> Any:
+    def run(verb, *words):
         done = forge("deepspeed").run(tmp_path, (verb, "r.yaml", *words, "--json"), 1, ROW)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

@@ -1,14 +1,9 @@
 """`evenload verify --generate` by the command line: exact on every layout, not fooled by planted faults, refused where
 it cannot be."""
 
-from __future__ import annotations
-
 import importlib
 import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import typer.testing as testing
@@ -16,28 +11,26 @@ from evenload.api import load_recipe
 from evenload.cli import app
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
-from evenload.training.verbs.generate import asked, mark_of, prompting, without_divided_tokens
+from evenload.training.verbs.generate import asked, prompting, without_divided_tokens
 from harness.cases import only_full
-from harness.commands import Done
-from harness.verbs import Verbs
 
 RECIPE = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: 256}
 data: {max_length: 200, long_samples: truncate}
 train: {global_batch_size: 6, dtype: fp64}
 plugins: {packing: {enabled: true, max_tokens: 256}}
-generate: {max_new_tokens: 10, temperature: 0.9, top_k: 60, top_p: 0.95, slots: 8, stop: ["e"]}
+generate: {max_new_tokens: 7, temperature: 0.9, top_k: 60, top_p: 0.95, slots: 8, stop: ["e"]}
 """
 DEEPSPEED = ("trainer=deepspeed", "train.dtype=fp32")
 EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4")
 LORA = "plugins.lora.enabled=true"
-LAYOUTS: dict[str, tuple[str, ...]] = {
+LAYOUTS = {
     "megatron tp 2": ("parallel.tp=2", "megatron.sequence_parallel=true"),
     "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
     "experts, megatron pp 2": (*EXPERTS, "parallel.pp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
     "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
 }
-FURTHER: dict[str, tuple[str, ...]] = {
+FURTHER = {
     "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
     "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
     "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
@@ -84,7 +77,7 @@ engine.pick = pick
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     return tmp_path
 
@@ -97,7 +90,7 @@ def place(tmp_path: Path) -> Path:
         *(only_full(FURTHER[name], id=name) for name in FURTHER),
     ],
 )
-def test_every_layout_generates_what_plain_generation_does(words: tuple[str, ...], place: Path, verbs: Verbs) -> None:
+def test_every_layout_generates_what_plain_generation_does(words, place, verbs):
     result = verbs(place, "verify", "recipe.yaml", *words, generation=True)
     assert (result["exact"], result["over"]) == (True, [])
     in_float32 = "train.dtype=fp32" in words
@@ -118,7 +111,7 @@ def test_every_layout_generates_what_plain_generation_does(words: tuple[str, ...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault: str, place: Path, forged: Callable[..., Done]) -> None:
+def test_planted_faults_are_caught(fault, place, forged):
     done = forged(place, "verify", "recipe.yaml", "--generate", "--json", planted=FAULTS[fault])
     assert done.returncode == 1, done.stderr[-3000:]
     result = json.loads(done.stdout)
@@ -129,31 +122,29 @@ def test_planted_faults_are_caught(fault: str, place: Path, forged: Callable[...
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_is_continued_to_its_own_limits(place: Path, forged: Callable[..., Done]) -> None:
+def test_a_file_of_prompts_is_continued_to_its_own_limits(place, ran):
     rows = [{"prompt": "def f(", "max_new_tokens": 3}, {"prompt": [7, 8, 9]}]
     (place / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = forged(place, "verify", "recipe.yaml", "generate.stop=[]", "--generate", "--prompts", "p.jsonl", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    result = ran(place, "verify", "recipe.yaml", "generate.stop=[]", "--generate", "--prompts", "p.jsonl")
     assert (result["prompts"], result["samples"]) == (2, 6)
-    assert result["tokens"] <= 3 * (3 + 10)
+    assert result["tokens"] <= 3 * (3 + 7)
 
 
-def test_options_of_the_other_proof_are_refused(place: Path) -> None:
+def test_options_of_the_other_proof_are_refused(place):
     for words, text in ((["--generate", "--weights"], "samples have no weights"), (["--prompts", "p"], "--generate")):
         done = testing.CliRunner().invoke(app, ["verify", str(place / "recipe.yaml"), *words])
         assert isinstance(done.exception, EvenloadError)
         assert text in str(done.exception)
 
 
-def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place: Path) -> None:
+def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place):
     (place / "p.jsonl").write_text('{"prompt": "a", "tenant": 3}\n')
     recipe = load_recipe(place / "recipe.yaml")
     with pytest.raises(EvenloadError, match=r"tenant in line 1 of .* is no name"):
         prompting(recipe, place / "p.jsonl")
     (place / "p.jsonl").write_text('{"prompt": "a", "tenant": "acme"}\n')
     assert [prompt.tenant for prompt in prompting(recipe, place / "p.jsonl").prompts or ()] == ["acme"]
-    assert prompting(recipe, None).limit == 10
+    assert prompting(recipe, None).limit == 7
     recipe = recipe.changed({"generate.end_tokens": []})
     with pytest.raises(EvenloadError, match="the recipe has no tenants"):
         asked(recipe, place / "p.jsonl", place / "o.jsonl", 1)
@@ -167,7 +158,7 @@ def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place: Path) ->
         (("parallel.ep=2", "parallel.dp=2"), "experts that ranks share"),
     ],
 )
-def test_experts_that_do_not_generate_are_refused_by_name(place: Path, words: tuple[str, ...], text: str) -> None:
+def test_experts_that_do_not_generate_are_refused_by_name(place, words, text):
     generating = pytest.importorskip("evenload.integrations.host.generating")
     without = ("plugins.packing.enabled=false",)
     recipe = without_divided_tokens(load_recipe(place / "recipe.yaml", (*EXPERTS, *without, *words)))
@@ -175,7 +166,7 @@ def test_experts_that_do_not_generate_are_refused_by_name(place: Path, words: tu
         generating.refuse_unfit(SimpleNamespace(recipe=recipe), [], None)
 
 
-def test_adapters_of_tenants_are_those_below_their_folder(place: Path) -> None:
+def test_adapters_of_tenants_are_those_below_their_folder(place):
     words = ["plugins.lora.enabled=true", f"plugins.lora.out={place}", "generate.end_tokens=[0]"]
     recipe = load_recipe(place / "recipe.yaml", words)
     (place / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "tenant": "acme"}\n')
@@ -183,17 +174,11 @@ def test_adapters_of_tenants_are_those_below_their_folder(place: Path) -> None:
         (place / name).mkdir(parents=True)
         (place / name / "adapter_model.safetensors").write_bytes(name.encode())
 
-    def ask(tenant: str = "") -> Any:
+    def ask(tenant=""):
         return asked(recipe, place / "p.jsonl", place / "o.jsonl", 1, tenant=tenant)
 
-    assert [request.tenant for request in ask().requests] == [None, 0]
     assert ask().adapters == [place / "acme/last"]
-    both = ask("acme/best")
-    assert [request.tenant for request in both.requests] == [0, 1]
-    assert both.adapters == [place / "acme/best", place / "acme/last"]
-    runs = {*map(mark_of, (ask(), both, ask("acme")))}
-    (place / "acme/last/adapter_model.safetensors").write_bytes(b"trained on")
-    assert len({*runs, mark_of(ask())}) == 4
+    assert ask("acme/best").adapters == [place / "acme/best", place / "acme/last"]
     for name, text in {"nobody": "no adapter of tenant nobody", "../acme": "leads out", "/acme": "leads out"}.items():
         with pytest.raises(EvenloadError, match=text):
             ask(name)
@@ -201,7 +186,7 @@ def test_adapters_of_tenants_are_those_below_their_folder(place: Path) -> None:
         asked(recipe, place / "p.jsonl", place / "o.jsonl", 1, place / "nowhere")
 
 
-def test_adapters_join_by_their_places(tmp_path: Path) -> None:
+def test_adapters_join_by_their_places(tmp_path):
     pytest.importorskip("peft")
     torch = pytest.importorskip("torch")
     folders = importlib.import_module("evenload.integrations.huggingface.folders.adapters")
@@ -210,9 +195,9 @@ def test_adapters_join_by_their_places(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b")):
         weights = {first: torch.ones(2, 4) * number, "model.layers.0.q_proj.lora_B": torch.ones(4, 2)}
         folders.write_adapter(tmp_path / name, adapter, weights, None)
-    sums: dict[int, float] = {}
+    sums = {}
 
-    def join(number: int, own: Any, _: Any, state: Any) -> None:
+    def join(number, own, _, state):
         assert own.r == 2
         sums[number] = float(state.weights[first].sum())
 

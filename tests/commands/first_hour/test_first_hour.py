@@ -1,10 +1,7 @@
 """`evenload doctor --gpu` without a GPU: it says so; its parts end in time, go on after a failure, and fill a page."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.api import load_recipe
@@ -16,7 +13,7 @@ from evenload.training.progress import silent
 from harness.commands import command
 
 
-def test_a_machine_without_a_gpu_and_out_without_gpu_are_refused(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_and_out_without_gpu_are_refused(tmp_path):
     done = command(tmp_path, "doctor", "--gpu")
     assert (done.returncode, "there is no GPU here\n  found: torch" in done.stderr) == (2, True)
     done = command(tmp_path, "doctor", "--out", "here")
@@ -24,7 +21,7 @@ def test_a_machine_without_a_gpu_and_out_without_gpu_are_refused(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_torch_and_a_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_torch_and_a_rank_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(EvenloadError, match="starts its ranks itself"):
@@ -42,16 +39,14 @@ DEVICES = {
 }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, table: list[TimedPart], limit_s: float = 60) -> dict[str, Any]:
+def run(monkeypatch, folder, table, limit_s=60):
     monkeypatch.setattr(parts, "num_gpus", lambda: 1)
     monkeypatch.setattr(parts, "parts", lambda *_: table)
     return parts.first_hour(None, (), folder, limit_s, silent)
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_hangs_is_said_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_part_that_fails_or_hangs_is_said_and_the_others_go_on(monkeypatch, tmp_path):
     table = [
         TimedPart("kernels", ("-c", "raise SystemExit('no | kernel')"), 20),
         TimedPart("verify", ("-c", "import time; time.sleep(60)"), 1),
@@ -72,14 +67,14 @@ def test_a_part_that_fails_or_hangs_is_said_and_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_all_parts_share_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_parts_share_a_limit(monkeypatch, tmp_path):
     hangs = ("-c", "import time; time.sleep(60)")
     result = run(monkeypatch, tmp_path, [TimedPart("kernels", hangs, 50), TimedPart("train", hangs, 50)], limit_s=1)
     assert [row["timed_out"] for row in result["parts"].values()] == [True, True]
     assert sum(row["wall_s"] for row in result["parts"].values()) < 20
 
 
-def test_a_folder_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EvenloadError, match="--out cannot be written"):
         run(monkeypatch, tmp_path / "file" / "hour", [])
@@ -89,9 +84,7 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch
     ("words", "gpus", "dp"),
     [((), 1, 1), ((), 8, 2), (("parallel.tp=2", "parallel.dp=null"), 8, 4), (("parallel.pp=2", "parallel.dp=2"), 1, 1)],
 )
-def test_parts_ask_for_what_exists_and_for_no_more_ranks_than_gpus(
-    words: tuple[str, ...], gpus: int, dp: int, tmp_path: Path
-) -> None:
+def test_parts_ask_for_what_exists_and_for_no_more_ranks_than_gpus(words, gpus, dp, tmp_path):
     table = {part.name: part.arguments[3:] for part in parts.parts(None, words, gpus, tmp_path)}
     assert list(table) == ["devices", "installed", "kernels", "verify", "train", "profile"]
     for name in ("verify", "train"):
@@ -103,7 +96,7 @@ def test_parts_ask_for_what_exists_and_for_no_more_ranks_than_gpus(
     assert str(gpus) in table["profile"]
 
 
-def test_a_recipe_takes_the_place_of_both_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_recipe_takes_the_place_of_both_and_writes_nothing(tmp_path):
     words = ("checkpoint.dir=runs", "train.export=out", "train.steps=5")
     table = {part.name: part.arguments for part in parts.parts(Path("slices"), words, 2, tmp_path)}
     assert {table[name][4] for name in ("installed", "verify", "train", "profile")} == {"slices"}

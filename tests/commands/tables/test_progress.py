@@ -1,15 +1,10 @@
 """Lines of progress where there is no terminal."""
 
-from __future__ import annotations
-
-import pytest
 from evenload.commands.tables import progress
 from evenload.commands.tables.progress import progress_shown
 
 
-def test_a_task_that_begins_once_more_counts_its_time_anew(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_begins_once_more_counts_its_time_anew(capsys, monkeypatch):
     times = iter([0.0, 20.0, 40.0, 100.0, 120.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
     with progress_shown() as show:
