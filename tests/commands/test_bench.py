@@ -1,7 +1,5 @@
 """`evenload bench` on a host that takes as long as was predicted, on a clock of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from types import SimpleNamespace

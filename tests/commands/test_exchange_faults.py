@@ -1,7 +1,5 @@
 """A rank that fails in a ring or an all-to-all: the job ends with one clear message, or waits; it never hangs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`evenload profile`: which shapes it measures, what it fits, what it writes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

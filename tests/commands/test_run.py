@@ -144,25 +144,6 @@ def test_the_users_own_sitecustomize_runs_in_every_process(recipe, tmp_path, mon
 
 @full
 @pytest.mark.slow
-def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
-    import torch
-
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 160}}\n")
-    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
-    (tmp_path / "ds.json").write_text(json.dumps({**settings, "zero_allow_untested_optimizer": True}))
-    words = (SCRIPTS / "deepspeed_script.py", "--ds-config", tmp_path / "ds.json", "--out", tmp_path)
-    done = start(recipe, *TORCHRUN, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    steps = len(torch.load(tmp_path / "stage1.rank0.pt")["losses"]) // 2
-    assert done.stderr.splitlines()[-1] == f"evenload: planned {steps} steps of DeepSpeed with packing"
-    for rank in range(2):
-        shapes = torch.load(tmp_path / f"stage1.rank{rank}.pt")["shapes"]
-        assert all(rows == 1 and tokens <= 160 for rows, tokens in shapes)
-
-
-@full
-@pytest.mark.slow
 def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_accelerate(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 64}}\n")

@@ -1,7 +1,5 @@
 """Training by the command line on real trainers: results, resume, kills, full disks."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import gzip

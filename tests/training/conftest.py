@@ -11,18 +11,6 @@ load_plugins()
 
 
 @pytest.fixture(scope="session")
-def ran(forged):
-    """``ran(place, "train", "recipe.yaml", "key=value")``: what the verb says as JSON, which must not fail."""
-
-    def run(place, *words, **how):
-        done = forged(place, *words, "--json", **how)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout)
-
-    return run
-
-
-@pytest.fixture(scope="session")
 def shown():
     """The text of a table on a terminal of that width."""
 
@@ -33,6 +21,23 @@ def shown():
         return caught.get()
 
     return text
+
+
+@pytest.fixture(scope="session")
+def two_domains():
+    """``two_domains(folder, long=(count, least, most), short=...)``: files of rows of such lengths; a third of the
+    tokens of `long` is masked."""
+
+    def write(folder, **sizes):
+        for name, (count, least, most) in sizes.items():
+            rows = []
+            for i in range(count):
+                ids = [(7 * i + k * k) % 251 for k in range(least + 37 * i % (most - least))]
+                masked = len(ids) // 3 if name == "long" else 0
+                rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    return write
 
 
 @pytest.fixture(scope="session")

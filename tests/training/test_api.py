@@ -28,17 +28,23 @@ def recipe(tmp_path):
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_ranks_read_the_recipe_that_was_given(name, monkeypatch):
     def read(verb, chosen, words, num_ranks, progress, **arguments):
-        assert (words[0], words[2:], num_ranks, arguments) == (
-            verb,
-            ("--steps", "2"),
-            3,
-            {"steps": 2, "weights": False, "generation": False, "prompts": None},
-        )
-        return {"same": evenload.load_recipe(words[1]).model_dump() == chosen.model_dump()}
+        assert (words[0], num_ranks) == (verb, 3)
+        same = evenload.load_recipe(words[1]).model_dump() == chosen.model_dump()
+        return same, words[2:], arguments
 
     monkeypatch.setattr(api, "on_ranks", read)
+    plain = {"steps": 2, "weights": False, "generation": False, "prompts": None}
     for given in (name, evenload.load_recipe(name, ["train.lr=1.0e-05", "parallel.dp=2"])):
-        assert evenload.verify(given, 2, nproc=3) == {"same": True}
+        assert evenload.verify(given, 2, nproc=3) == (True, ("--steps", "2"), plain)
+
+
+def test_prompts_of_a_proof_reach_the_ranks(recipe, monkeypatch):
+    prompts = recipe.with_name("prompts.jsonl")
+    prompts.write_text('{"prompt": "def f("}\n')
+    monkeypatch.setattr(api, "on_ranks", lambda *given, **arguments: (given[2][2:], arguments))
+    words, arguments = evenload.verify(evenload.load_recipe(recipe), generation=True, prompts=prompts)
+    assert words == ("--generate", "--prompts", str(prompts))
+    assert (arguments["generation"], arguments["prompts"]) == (True, prompts)
 
 
 def test_a_wrong_request_is_refused_before_ranks_start(recipe, monkeypatch):
@@ -119,15 +125,3 @@ def test_what_ends_the_ranks_is_an_error_here(recipe, tmp_path, launched_by_forg
     with pytest.raises(evenload.EvenloadError, match="train failed on its ranks"):
         evenload.train(evenload.load_recipe(recipe, [f"log.jsonl={tmp_path}"]))
     assert "log.jsonl cannot be written" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_samples_are_proven_as_by_the_verb(recipe, ran, launched_by_forge, monkeypatch):
-    monkeypatch.setattr(launch, "launch", launched_by_forge)
-    few, prompts = ("generate.max_new_tokens=4", "generate.slots=3"), recipe.parent / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f("}\n{"prompt": "import "}\n')
-    proven = evenload.verify(evenload.load_recipe(recipe, few), generation=True, prompts=prompts)
-    words = (*few, "--generate", "--prompts", "prompts.jsonl")
-    assert proven
-    assert proven["exact"]
-    assert numbers(proven) == numbers(ran(recipe.parent, "verify", "recipe.yaml", *words))

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from evenload.commands.tables.train import _bubbles
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Span, simulate
 from evenload.training.measuring import _shown
-from evenload.training.pipelines import Bubbles, Waits, bubbles_of
+from evenload.training.pipelines import Waits, bubbles_of
 
 HAND = (
     # Stage 0 fills until nothing, waits between its passes, and for the sum of the gradients with nobody.
@@ -50,11 +49,6 @@ def test_rows_are_shares_that_sum_to_the_bubble():
     assert second["predicted_bubble_frac"] == 0.0
 
 
-def test_nothing_recorded_is_no_bubble():
-    assert bubbles_of([]) == Bubbles(0.0, {})
-    assert bubbles_of([()]).frac == 0.0
-
-
 @pytest.mark.parametrize("instead", ["", "in_order"])
 def test_simulated_steps_have_the_simulators_bubble(instead):
     recipe = parse(
@@ -85,13 +79,3 @@ def test_tensor_parallel_peers_are_one_and_collectives_begin_with_their_last_ran
     assert [s for s in shown if s.kind == "F"] == [first[0], other[0]]
     assert {(s.start_s, s.end_s) for s in shown if s.kind == "G"} == {(3.0, 4.0)}
     assert bubbles_of([shown]).waits[0, 0] == Waits(0.0, 0.0, 2.0)
-
-
-def test_of_many_ranks_the_table_shows_those_that_wait_most(shown):
-    rows = Bubbles(1.0, {(0, rank): Waits(0.0, 0.0, rank / 1000) for rank in range(100)}).rows(Bubbles(1.0, {}))
-    table = _bubbles("evenload", rows)
-    text = shown(table)
-    assert table.row_count == 32
-    assert "stage 0, rank 99" in text
-    assert "stage 0, rank 67 " not in text
-    assert "32 of 100 that wait most" in text

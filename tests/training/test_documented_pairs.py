@@ -4,13 +4,10 @@ Keys are those of the schema, each with values that its documentation gives. Wha
 validation, a policy of the plugin) is added where neither of the two says it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import chdir, nullcontext
 from itertools import combinations
 from pathlib import Path
@@ -23,7 +20,6 @@ from evenload.core.errors import EvenloadError, RankError
 from evenload.core.recipe.recipe import schema_type
 from evenload.data.reference import LossFiles
 from evenload.training.preflight import open_data
-from harness.world import World
 
 load_plugins()
 RECIPE = """
@@ -38,7 +34,7 @@ plugins: {packing: {enabled: true, max_tokens: 128}}
 """
 REWARDS = "def share(prompt, text, row): return len(text) % 3 / 2\ndef first(text): return text[:1] or None\n"
 SECTIONS = ("data.validation", "generate", "plugins.data", "checkpoint")
-VALUES: dict[str, list[Any]] = {
+VALUES = {
     "data.validation.source": ["held.jsonl"],
     "data.validation.domains": [{"held": "held.jsonl", "code": "code.jsonl"}],
     "data.validation.every": [1, 2],
@@ -88,7 +84,7 @@ VALUES: dict[str, list[Any]] = {
     "plugins.data.reference": ["losses"],
 }
 EMBEDDED = {"plugins.data.select.embeddings": "embeddings.npy", "plugins.data.select.queries": "queries.npy"}
-NEEDS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+NEEDS = [
     ("checkpoint.best", (True, "generate.score", "generate.pass_at_1"), {"data.validation.every": 1}),
     ("checkpoint.best", ("held",), {"data.validation.domains": VALUES["data.validation.domains"][0]}),
     ("checkpoint.best", ("generate.score", "generate.pass_at_1"), {"data.validation.generate.samples": 2}),
@@ -113,7 +109,7 @@ NEEDS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 """What a key, or those below it, needs besides, for some values or for all."""
 
 
-def documented(schema: dict[str, Any], node: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[str]:
+def documented(schema, node, above=()):
     """Dotted keys of the schema that hold no other keys."""
     parts = [node, *node.get("anyOf", []), *node.get("allOf", [])]
     below = [schema["$defs"][one["$ref"].rpartition("/")[2]] for one in parts if "$ref" in one]
@@ -125,7 +121,7 @@ def documented(schema: dict[str, Any], node: dict[str, Any], above: tuple[str, .
             yield from documented(schema, field, (*above, name))
 
 
-def test_every_documented_key_is_drawn() -> None:
+def test_every_documented_key_is_drawn():
     schema = schema_type().model_json_schema()
     keys = {key for key in documented(schema, schema) if key.startswith(tuple(f"{one}." for one in SECTIONS))}
     assert keys == set(VALUES)
@@ -134,7 +130,7 @@ def test_every_documented_key_is_drawn() -> None:
 Case = dict[str, Any]
 
 
-def completed(case: Case) -> Case:
+def completed(case):
     """With what its keys need, where it says nothing of that."""
     whole = dict(case)
     for key, values, more in NEEDS:
@@ -149,28 +145,28 @@ def completed(case: Case) -> Case:
     return whole
 
 
-def pairs() -> list[Case]:
+def pairs():
     """Every two keys, with a value of each that is drawn."""
     drawn = random.Random(7)
     return [completed({key: drawn.choice(VALUES[key]) for key in two}) for two in combinations(VALUES, 2)]
 
 
-def covering(size: int = 4) -> list[Case]:
+def covering(size=4):
     """Every key with every value once, so many keys at a time, and a pair that fell once."""
     settings = [(key, value) for key, values in VALUES.items() for value in values]
     met = {"data.validation.domains": VALUES["data.validation.domains"][0], "checkpoint.best": "generate.score"}
-    cases: list[Case] = [met, *({} for _ in range(len(settings) // size))]
+    cases = [met, *({} for _ in range(len(settings) // size))]
     for key, value in random.Random(7).sample(settings, len(settings)):
         min((case for case in cases if key not in case), key=len)[key] = value
     return [completed(case) for case in cases]
 
 
-def launched(place: str, trainer: str, cases: list[Case], first: int) -> list[str]:
+def launched(place, trainer, cases, first):
     """How each case ended on this rank: it ran, was refused in words, or fell."""
     return [_ended(Path(place), trainer, case, f"{first + number}") for number, case in enumerate(cases)]
 
 
-def _ended(place: Path, trainer: str, case: Case, number: str) -> str:
+def _ended(place, trainer, case, number):
     from evenload.training.verbs.generate import asked, generate
     from evenload.training.verbs.train import train
     from harness.groups import giving_groups_back
@@ -178,11 +174,11 @@ def _ended(place: Path, trainer: str, case: Case, number: str) -> str:
     case = case | ({"checkpoint.dir": f"kept{number}"} if case.get("checkpoint.dir") else {})
     words = [f"{key}={json.dumps(value)}" for key, value in case.items()]
 
-    def start(*more: str) -> None:
+    def start(*more):
         with giving_groups_back() if trainer == "deepspeed" else nullcontext():
             train(load_recipe("r.yaml", [f"trainer={trainer}", *words, *more]))
 
-    def sample() -> None:
+    def sample():
         with giving_groups_back() if trainer == "deepspeed" else nullcontext():
             recipe, out = load_recipe("r.yaml", [f"trainer={trainer}", *words]), Path(f"o{number}.jsonl")
             asked(recipe, Path("p.jsonl"), out, 1)
@@ -206,7 +202,7 @@ def _ended(place: Path, trainer: str, case: Case, number: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A folder with two domains, held-out samples, prompts, rewards, embeddings and losses of a reference."""
     folder = tmp_path_factory.mktemp("pairs")
     for name, count in {"code": 24, "talk": 16, "held": 6}.items():
@@ -227,8 +223,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _hold(worlds: Callable[[str, int], World], place: Path, trainer: str, cases: list[Case]) -> None:
-    ends: list[str] = []
+def _hold(worlds, place, trainer, cases):
+    ends = []
     for first in range(0, len(cases), 8):
         world = worlds(trainer, 1)
         [some] = world.run(launched, str(place), trainer, cases[first : first + 8], len(ends), timeout_s=600)
@@ -242,12 +238,12 @@ def _hold(worlds: Callable[[str, int], World], place: Path, trainer: str, cases:
 
 
 @pytest.mark.slow
-def test_every_value_starts_beside_another(worlds: Callable[[str, int], World], place: Path) -> None:
+def test_every_value_starts_beside_another(worlds, place):
     _hold(worlds, place, "megatron", covering())
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_every_two_keys_start_together(worlds: Callable[[str, int], World], place: Path, trainer: str) -> None:
+def test_every_two_keys_start_together(worlds, place, trainer):
     _hold(worlds, place, trainer, pairs())

@@ -166,17 +166,6 @@ def test_ranks_that_draw_ahead_keep_each_steps_own_state():
     assert [ahead.next().draw.state for _ in range(10)] == [want().state for _ in range(10)]
 
 
-def test_a_rule_that_holds_back_everything_is_our_mistake():
-    def everything(config):
-        return lambda lengths, waited, num_ranks, context: np.ones(len(lengths), dtype=np.bool_)
-
-    made = chain(3)
-    ((plugin, config),) = made.links
-    greedy = replace(made, links=((replace(plugin, hold_back=everything), config),))
-    with pytest.raises(AssertionError, match="whole batch"):
-        drawing(heavy_tail(50), greedy)()
-
-
 @pytest.mark.parametrize("made", [chain(0), chain(3)], ids=["no delay", "delay"])
 def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(made):
     """The batches are those of data in which every sample has one, less what has none; a resumed run agrees."""

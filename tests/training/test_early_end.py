@@ -73,9 +73,3 @@ def test_the_minutes_of_a_rank_are_those_of_the_command_that_started_it():
     environment = {**os.environ, early_end.BEGAN: str(time.monotonic() - 61.0)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("1000\n", "")
-
-
-def test_ranks_agree_on_the_most_that_one_has_heard():
-    heard = [0, int(signal.SIGTERM), 0]
-    assert reason_of(max(heard)) == "SIGTERM"
-    assert reason_of(0) == ""

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
 from evenload.training.job import Job
 from evenload.training.preflight import preflight
@@ -35,10 +34,6 @@ def test_the_labels_of_a_draw_are_those_of_its_samples(ready):
             row = ROWS[sample]
             assert bytes(tokens(place).tolist()).decode() == row["prompt"] + row["completion"]
             assert (labels.of(place) != -100).sum() == labels.targets[place] == len(row["completion"])
-
-
-def test_without_targets_of_its_own_a_batch_has_no_labels(ready):
-    assert job_of(ready).labels_of(Draw(np.arange(3), np.arange(3), {})) is None
 
 
 def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path, monkeypatch):

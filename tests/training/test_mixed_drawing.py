@@ -61,10 +61,6 @@ def test_what_waits_keeps_its_domain_and_its_weight():
     assert waited > 10, "or nothing was seen to wait"
 
 
-def test_domains_of_weight_one_have_no_weights():
-    assert drawing(recipe_of("papers"))().weight == 1.0
-
-
 @pytest.mark.parametrize("unit", ["samples", "targets"])
 def test_a_state_goes_on_bit_for_bit_with_what_waits_on_any_number_of_ranks(unit):
     whole, stopped = drawing(recipe_of("code papers web", unit=unit)), drawing(recipe_of("web code papers", unit=unit))

@@ -23,19 +23,12 @@ train: {{steps: 6, global_batch_size: 8, lr: 1.0e-2}}
 checkpoint: {{dir: kept, every: 2, keep: 9, best: other}}
 plugins: {{packing: {{enabled: true, max_tokens: 512, max_delay_steps: 2}}}}
 """
-SIZES = {"long": (30, 90, 256), "short": (25, 5, 40)}
 
 
 @pytest.fixture
-def place(tmp_path):
-    """A folder with two domains, one of which masks a third of its tokens, and a recipe for each trainer."""
-    for name, (count, least, most) in SIZES.items():
-        rows = []
-        for i in range(count):
-            ids = [(7 * i + k * k) % 251 for k in range(least + 37 * i % (most - least))]
-            masked = len(ids) // 3 if name == "long" else 0
-            rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+def place(tmp_path, two_domains):
+    """A folder with two domains and a recipe for each trainer."""
+    two_domains(tmp_path, long=(30, 90, 256), short=(25, 5, 40))
     for trainer in ("megatron", "deepspeed"):
         (tmp_path / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer))
     return tmp_path

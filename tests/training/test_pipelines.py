@@ -38,7 +38,7 @@ def test_bench_has_a_bubble_and_peaks_of_every_stage(trainer, tmp_path, forged):
         assert all(0.5 * p < peak < 4 * p for peak, p in zip(peaks, predicted, strict=True)), (peaks, predicted)
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("trainer", [only_full("megatron"), "deepspeed"])
 def test_a_traced_run_tells_the_bubble_of_every_rank(trainer, tmp_path, forged):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(trainer=trainer))
     done = forged(tmp_path, "train", "recipe.yaml", "--trace", "t.json", "--json")

@@ -98,12 +98,3 @@ def test_it_is_off_by_default_and_where_passes_hold_waiting(caplog):
         assert refitting.state(planner) == {}
         assert refitting.report() is None
     assert "planner.refit has no effect" in caplog.text
-
-
-def test_ranks_take_the_numbers_of_rank_0():
-    other = job()
-    other.gather = lambda *values: np.array([[7.0] * len(values), values])
-    refitting = Refitting(other, chain_of(), None)
-    planner = Planner(refitting.chain, Draws())
-    refitting.after(planner, 1, planner.next(), None, None)
-    assert refit.coefficients(refitting.chain.context.costs).tolist() == [7.0] * 7

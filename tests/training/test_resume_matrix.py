@@ -83,7 +83,9 @@ def ran(recipe, saved, first, stop=STEPS):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "unit"), [*((policy, "targets") for policy in POLICIES), ("odm", "samples")])
+@pytest.mark.parametrize(
+    ("policy", "unit"), [("odm", "samples"), ("ado", "targets"), ("odm, every second step", "targets")]
+)
 def test_draws_shares_and_states_are_the_same_to_the_last_bit(policy, unit):
     whole = ran(recipe_of("4 ranks", POLICIES[policy], unit), None, 0)
     drawn_by = [row["state"]["order"]["policy"]["shares"] for row in whole]
@@ -91,11 +93,11 @@ def test_draws_shares_and_states_are_the_same_to_the_last_bit(policy, unit):
     assert any(row["state"]["order"]["waiting"]["samples"] for row in whole), "samples wait over kills"
     assert all(shares[1] == 0 for shares in drawn_by), "nothing of it was asked for"
     layouts = list(LAYOUTS)[1:]
-    state = None
     for kill in range(1, STEPS):
         layout, stop = layouts[kill % len(layouts)], min(STEPS, kill + 2)
         again = ran(recipe_of(layout, POLICIES[policy], unit), whole[kill - 1]["state"], kill, stop)
         assert again == whole[kill:stop], f"killed behind step {kill}, gone on with on {layout}"
+    state = None
     for first, stop, layout in ((0, 4, "4 ranks"), (4, 6, "2 ranks"), (6, 8, "1 rank"), (8, STEPS, "tp 2 x pp 2")):
         rows = ran(recipe_of(layout, POLICIES[policy], unit), state, first, stop)
         assert rows == whole[first:stop], f"a chain of kills, at {layout}"

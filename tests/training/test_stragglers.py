@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from evenload.training import stragglers
 from evenload.training.metrics import Taken
-from evenload.training.stragglers import WINDOW, OwnTime, Stragglers, queued_s
+from evenload.training.stragglers import WINDOW, Stragglers, queued_s
 
 RANKS = 4
 
@@ -80,13 +80,6 @@ def test_a_single_slow_step_names_nobody():
 
 def test_passes_that_hold_waiting_are_not_compared():
     assert followed(WINDOW, COMPUTE, busy_waits=True).rows == []
-
-
-def test_the_reading_of_samples_is_timed():
-    own = OwnTime()
-    read = own.reading(lambda index: (time.sleep(0.02), np.arange(index))[1])
-    assert read(3).tolist() == [0, 1, 2]
-    assert own.data_s >= 0.02
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="Linux tells it")

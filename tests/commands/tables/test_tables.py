@@ -9,7 +9,6 @@ from evenload.commands.tables.plan import table as table_of_plan
 from evenload.commands.tables.show import grid
 from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.commands.tables.train import table as table_of_train
-from evenload.core.input.format import seconds
 from evenload.training.metrics import totals
 from rich.console import Console
 
@@ -67,10 +66,6 @@ def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many():
     assert f"{losses[20]:.4f}" not in text
 
 
-def test_seconds_have_a_unit_that_fits():
-    assert [seconds(value) for value in (2e-6, 0.0123, 1.234, 33772.4)] == ["2 us", "12.3 ms", "1.23 s", "33,772 s"]
-
-
 def test_what_was_left_out_of_a_plan_is_shown_before_other_notes():
     step = {**STEP, "notes": ["a", "b", "c", "left out of this plan: packing: a sequence is longer (900 tokens)"]}
     text = shown(table_of_plan(planned(step)))
@@ -91,12 +86,6 @@ def test_plugins_that_are_off_are_sold_with_their_line():
     assert "  mesh: {enabled: true}" in text
     assert "plugins.packing" not in text
     assert "plugins.pipeline is off, and was not planned" in text
-
-
-@pytest.mark.parametrize(("seconds_of", "words"), [(4.1, "4.10x slower"), (0.5, "2.00x faster"), (1.001, "as fast")])
-def test_a_baseline_is_said_to_be_slower_or_faster(seconds_of, words):
-    row = {"step_s": seconds_of, "imbalance": 1.0, "bubble_frac": 0.0, "peak_bytes": 1.0}
-    assert words in shown(table_of_plan(planned({**STEP, "step_s": 1.0, "baselines": {"padded": row}})))
 
 
 def test_tables_fit_80_columns_with_every_word_whole():

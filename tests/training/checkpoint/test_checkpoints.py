@@ -37,31 +37,22 @@ def test_saves_are_chosen_pruned_and_replaced(tmp_path):
     assert [d.name for d in tmp_path.glob("step*")] == ["step00000004"]
 
 
-def test_a_failing_writer_leaves_the_old_one(tmp_path):
+@pytest.mark.parametrize(("number", "said"), [(28, "No space left on device"), (5, "Input/output error")])
+def test_a_failing_writer_leaves_the_old_one(tmp_path, number, said):
     save(tmp_path, 1)
 
     def fail(directory):
         write_bytes(directory)
-        raise OSError(28, "No space left on device")
+        raise OSError(number, said)
 
-    with pytest.raises(RankError, match="step00000002 was not written: the disk is full") as caught:
+    with pytest.raises(RankError, match="step00000002 was not written") as caught:
         save(tmp_path, 2, fail)
-    assert "No space left" in caught.value.found
-    assert "free space" in caught.value.do
+    assert ("the disk is full" in caught.value.what) == ("free space" in caught.value.do) == (number == 28)
+    assert said in caught.value.found
     assert "step00000001" in caught.value.do
     assert chosen(tmp_path) == "step00000001"
     save(tmp_path, 2)
     assert chosen(tmp_path) == "step00000002"
-
-
-def test_a_disk_that_fails_otherwise_is_not_called_full(tmp_path):
-    def fail(directory):
-        raise OSError(5, "Input/output error")
-
-    with pytest.raises(RankError, match="was not written") as caught:
-        save(tmp_path, 1, fail)
-    assert "full" not in caught.value.what
-    assert "the last good checkpoint is none" in caught.value.do
 
 
 def changed(path, change):

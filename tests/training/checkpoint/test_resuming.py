@@ -9,7 +9,7 @@ import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data.mixed import MixedSource
 from evenload.data.sources import open_source
-from evenload.training.checkpoint import checkpoints, manifest, resuming
+from evenload.training.checkpoint import manifest, resuming
 
 ORDER = {"algorithm": "any", "epoch": 3}
 
@@ -133,12 +133,3 @@ def test_a_checkpoint_without_an_order_is_refused(tmp_path):
     with pytest.raises(EvenloadError, match="does not say which samples were trained on"):
         resuming.resume(one)
     assert one.host.loaded == []
-
-
-def test_another_folder_than_the_recipes_is_gone_on_from(tmp_path):
-    kept(job(tmp_path), 1)
-    one = job(tmp_path)
-    one.recipe.checkpoint.dir = None
-    assert resuming.resume(one) is None
-    assert resuming.resume(one, tmp_path / "kept") is not None
-    assert checkpoints.last_good(tmp_path / "kept") == tmp_path / "kept" / "step00000002"

@@ -168,13 +168,6 @@ def test_nothing_is_gathered_where_no_planner_looks_back(instead, two_ranks):
     assert planner.chain is chain
 
 
-def test_a_step_in_which_nothing_was_routed_teaches_nothing():
-    history = LoadHistory(chain_of(), {"ahead": [], "newest": [[1.0] * 4] * 2})
-    planner = Planner(chain_of(), Draws())
-    history.after(planner, SimpleNamespace(expert_loads=()))
-    assert planner.chain.context.experts.loads == ((1.0,) * 4,) * 2
-
-
 @pytest.mark.parametrize(
     "state", [{}, {"ahead": [], "newest": [[1.0] * 8] * 2}, {"ahead": [], "newest": [[-1.0] * 4] * 2}, {"ahead": 1}]
 )

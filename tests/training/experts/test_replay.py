@@ -17,7 +17,6 @@ from evenload.core.registry import LayerPlugin, PluginConfig
 from evenload.training import pictures
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.pictures.plot import draw_loads
-from evenload.training.pictures.report import page_of
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -208,13 +207,3 @@ def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path):
     pictures.draw(replace(forecast, loads=None), plot=tmp_path / "without.png")
     heights = [imread(tmp_path / f"{name}.png").shape[0] for name in ("with", "without")]
     assert heights[0] > heights[1]
-
-
-def test_the_page_has_a_table_of_them(tmp_path):
-    forecast = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4), record=True)
-    page = page_of(forecast)
-    assert '<section id="loads">' in page
-    assert re.search(r'<th scope="row">static</th>(<td[^>]*><data value="[^"]*">[^<]*</data></td>){7}</tr>', page)
-    assert 'value="1.25">1.2500</data>' in page
-    assert "Predicted from 2 passes" in page
-    assert 'id="loads"' not in page_of(replace(forecast, loads=None))

@@ -1,19 +1,18 @@
 """What-if sweeps: every combination a row, the best marked, the impossible told."""
 
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from evenload.api import load_recipe
-from evenload.cli import main
 from evenload.commands.tables.plan import table as table_of_plan
 from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.core.errors import EvenloadError
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.sweep import MOST, _strongest, axes_of, best_of, sweep
 from evenload.training.pictures.planners import names
+from harness.commands import command
 
 NO_FILES = {"--out": None, "--trace": None}
 RECIPE = """
@@ -92,21 +91,8 @@ def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe, lengths, shown):
     assert _strongest((step,), 1.0)["gain"] == min(others.values())
 
 
-def test_words_multiply_and_any_key_can_be_swept(recipe, lengths):
-    words = ["cluster=a100,h200", "plugins.packing.max_tokens=4096,8192", "train.recompute=false,true"]
-    result = sweep(recipe, words, lengths, 1, None, NO_FILES)
-    assert len(result["rows"]) == 8
-    assert result["rows"][-1]["settings"] == {
-        "cluster": "h200",
-        "plugins.packing.max_tokens": 8192,
-        "train.recompute": True,
-    }
-    assert {row["world_size"] for row in result["rows"]} == {8}
-    speed = {row["cluster"]: row["tokens_per_s"] for row in result["rows"] if not row["settings"]["train.recompute"]}
-    assert speed["h200"] > speed["a100"]
-
-
 def test_an_impossible_combination_says_why_and_the_others_go_on(recipe, lengths, shown):
+    """Words multiply, and any key can be swept."""
     result = sweep(recipe, ["parallel.tp=1,3", "cluster=a100,nowhere"], lengths, 1, 24, NO_FILES)
     errors = {(r["settings"]["parallel.tp"], r["settings"]["cluster"]): r.get("error") for r in result["rows"]}
     assert errors[1, "a100"] is None
@@ -177,23 +163,17 @@ def test_what_does_not_fit_is_shown_and_never_best(recipe, lengths, shown):
     assert "none fits" in text
 
 
-def test_through_the_command_line(tmp_path, lengths, monkeypatch, capsys):
+def test_through_the_command_line(tmp_path, lengths):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    monkeypatch.chdir(tmp_path)
 
     def run(*more):
-        command = "evenload", "plan", "recipe.yaml", "--lengths", str(lengths), "--nproc", "8", *more
-        monkeypatch.setattr(sys, "argv", list(command))
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, capsys.readouterr().out
+        return command(tmp_path, "plan", "recipe.yaml", "--lengths", lengths, "--nproc", "8", *more)
 
-    code, said = run("--sweep", "parallel.cp=1,2", "--json")
-    assert not code
-    assert [row["world_size"] for row in json.loads(said)["rows"]] == [8, 8]
-    _, said = run("--sweep", "parallel.cp=1,2")
-    assert "what if" in said
-    assert "*" in said
+    told = run("--sweep", "parallel.cp=1,2", "--json")
+    assert told.returncode == 0
+    assert [row["world_size"] for row in json.loads(told.stdout)["rows"]] == [8, 8]
+    assert "what if" in run("--sweep", "parallel.cp=1,2").stdout
     for refused in (["--sweep", "parallel.cpp=1"], ["--sweep", "parallel.cp=1,2", "--out", "plan.json"]):
-        assert run(*refused) == (2, "")
+        done = run(*refused)
+        assert (done.returncode, done.stdout) == (2, "")
     assert not (tmp_path / "plan.json").exists()

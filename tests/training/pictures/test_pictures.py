@@ -20,8 +20,7 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import SPAN_KINDS, Span
 from evenload.training import pictures
 from evenload.training.forecast.forecast import look_ahead
-from evenload.training.pictures import facts as facts_module
-from evenload.training.pictures import markup, plot, trace
+from evenload.training.pictures import plot, trace
 from evenload.training.pictures.facts import facts_of, histogram, parts_of, pieces_of, shown_places
 from evenload.training.pictures.planners import names, planners
 from evenload.training.pictures.report import page_of
@@ -287,15 +286,6 @@ def test_strings_of_users_are_escaped(simple, monkeypatch):
     assert evil in page.text["head"]
 
 
-@pytest.mark.parametrize("inside", ["<b>", 'say "x"', "a & b"])
-def test_markup_escapes_everything_but_markup(inside):
-    made = markup.tag("p", inside, markup.tag("i", inside), title=inside)
-    page = Page(made)
-    assert page.text["head"] == inside * 2
-    assert page.tags[0] == ("p", {"title": inside})
-    assert [tag for tag, _ in page.tags] == ["p", "i"]
-
-
 def test_the_parts_of_a_step_are_the_step(forecast):
     context = forecast.chain.context
     for name in names(forecast):
@@ -356,13 +346,6 @@ def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple):
     fake = [replace(one, name=n, step_s=s) for n, s in (("padded", 1.0), ("a", 3.0), ("b", 2.0), ("c", 2.0 - 1e-6))]
     found = replace(facts, others=tuple(fake)).rival
     assert found.name == "b"
-
-
-def test_spans_that_were_not_recorded_are_simulated_again(simple, place):
-    bare = look_ahead(load_recipe(place / "recipe.yaml"), place / "lengths.txt", 1)
-    assert not bare.steps[0].ours.outcome.spans
-    again = facts_module.with_spans(bare.steps[0].ours, bare.chain.context)
-    assert again.outcome.spans == simple.steps[0].ours.outcome.spans
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from evenload.training.forecast.forecast import Simulated, look_ahead, over_caps
 from evenload.training.pictures import plot
 from evenload.training.pictures.facts import PARTS, facts_of, parts_of, pieces_of
 from evenload.training.pictures.report import page_of
-from evenload.training.pipelines import describe
 
 RECIPE = """
 model: {num_layers: 8}
@@ -98,16 +97,6 @@ def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(forecast, 
         assert re.search(r"stock \(padded\) .* % .* [GM]iB", text)
 
 
-def test_one_stage_that_recomputes_nothing_is_no_pipeline(forecast):
-    plan = step_of(forecast).ours.plan
-    limits = replace(plan.limits, num_stages=1, layers_per_stage=8)
-    flat = replace(plan, limits=limits, order=(), recompute=())
-    outcome = step_of(forecast).ours.outcome
-    assert describe(flat, outcome) is None
-    again = describe(replace(flat, recompute=((8, 0, 0),)), outcome)
-    assert again["stages"][0]["recomputed_layers"] == 8
-
-
 def test_weight_gradients_are_a_part_and_the_parts_are_the_step(forecast):
     one, context = step_of(forecast).ours, forecast.chain.context
     parts = parts_of(one, context)
@@ -175,13 +164,3 @@ def test_the_plot_shows_weight_gradients_and_numbers(forecast, tmp_path):
         wanted = np.array(colors.to_rgb(plot._COLOURS[part]))
         assert (np.abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).sum() > 100, part
     assert facts_of(forecast).shown[-1].name == "evenload"
-
-
-def test_rows_of_a_plot_are_named_and_passes_numbered_where_that_has_room(forecast):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    facts = facts_of(forecast)
-    for most_s, numbers in ((facts.ours.step_s, set("012")), (1000 * facts.ours.step_s, set())):
-        axes = figure.add_subplot()
-        plot._draw_step(axes, facts.ours, facts, most_s)
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1"]
-        assert {text.get_text() for text in axes.texts} == numbers

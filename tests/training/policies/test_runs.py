@@ -37,16 +37,10 @@ WEIGH = "plugins.data={enabled: true, weight: {policy: loss, settings: {strategy
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with two domains, one of which masks a third of its tokens, and a recipe for each trainer."""
+def place(tmp_path_factory, two_domains):
+    """A folder with two domains and a recipe for each trainer."""
     folder = tmp_path_factory.mktemp("policies")
-    for name, (count, least, most) in SIZES.items():
-        rows = []
-        for i in range(count):
-            ids = [(7 * i + k * k) % 251 for k in range(least + 37 * i % (most - least))]
-            masked = len(ids) // 3 if name == "long" else 0
-            rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    two_domains(folder, **SIZES)
     for trainer, dtype in (("megatron", "fp64"), ("deepspeed", "fp32")):
         (folder / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer, dtype=dtype))
     return folder
@@ -193,7 +187,7 @@ def less(place, resumed):
     return resumed("less", *LESS_WORDS)
 
 
-def test_less_selects_what_has_the_gradient_of_the_validation(less, trained):
+def test_less_selects_what_has_the_gradient_of_the_validation(less):
     lines, result, _ = less
     odd = [[sample % 2 for sample in line["samples"]] for line in lines]
     assert sum(odd[2] + odd[3] + odd[4]) >= 23, "of 24, behind any two batches"
@@ -201,6 +195,9 @@ def test_less_selects_what_has_the_gradient_of_the_validation(less, trained):
     own = result["policies"]["selection"]
     assert (own["updates"], own["taken"]) == (3, 48)
     assert own["gradients_s"] > 0
+
+
+def test_less_selects_under_deepspeed_too(less, trained):
     words = *LESS_WORDS, "parallel.dp=2", "deepspeed.zero_stage=3", "train.steps=3"
     _, plain = trained("less.deepspeed", *words, recipe="deepspeed.yaml")
     assert plain["policies"]["selection"]["gradients_s"] > 0

@@ -181,12 +181,6 @@ def test_clusters_take_gradients_of_their_representatives_alone(recipe):
     assert 3 <= len(rows) <= 3 * 4
 
 
-def test_no_sample_is_taken_twice_before_its_epoch_ends(recipe):
-    batches, _ = ran(Steps(asking(recipe, "random", every=1, pool=2)), 4)
-    taken = flat(batches)
-    assert len(set(taken)) == len(taken)
-
-
 def test_where_a_policy_fails_samples_go_on_as_they_are_drawn(recipe, caplog):
     steps = Steps(asking(recipe, "loss", every=1, pool=2))
     chosen = steps.selection._chosen

@@ -1,13 +1,8 @@
 """The files that ranks write beside the samples of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.core.errors import EvenloadError
@@ -15,7 +10,7 @@ from evenload.runtime.generate.request import Completion
 from evenload.training.run.sample_file import SampleFile
 
 
-def test_files_of_others_stay_where_a_run_takes_its_own_away(tmp_path: Path) -> None:
+def test_files_of_others_stay_where_a_run_takes_its_own_away(tmp_path):
     out, others = tmp_path / "s.jsonl", ("s.jsonl.part-notes.txt", "s.jsonl.part-", "s.jsonl.part-0.bak", "s.jsonl2")
     for name in others:
         (tmp_path / name).write_text("of somebody else")
@@ -30,8 +25,9 @@ def test_files_of_others_stay_where_a_run_takes_its_own_away(tmp_path: Path) -> 
 
 
 LINE = '{"prompt": 0, "sample": 0, "ended": "end", "tokens": [5], "log_probs": [-0.5], "run": "mark"}\n'
-OTHERS: dict[str, Callable[[Path], Any]] = {
+OTHERS = {
     "text": lambda path: path.write_text("notes\n"),
+    "an older form": lambda path: path.write_text(LINE.replace("[5]", '"5"')),
     "deep": lambda path: path.write_text('{"a":' * 100_000),
     "a terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
     "a pipe": os.mkfifo,
@@ -43,7 +39,7 @@ OTHERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_no_part_of_a_run_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_part_of_a_run_is_refused_and_stays(tmp_path, kind):
     (tmp_path / "theirs").write_text("")
     part = tmp_path / "s.jsonl.part-1"
     OTHERS[kind](part)
@@ -53,13 +49,13 @@ def test_what_is_no_part_of_a_run_is_refused_and_stays(tmp_path: Path, kind: str
     assert (tmp_path / "theirs").read_text() == ""
 
 
-def test_log_probabilities_and_scores_of_any_value_are_read_again(tmp_path: Path) -> None:
+def test_log_probabilities_and_scores_of_any_value_are_read_again(tmp_path):
     file = SampleFile(tmp_path / "s.jsonl", "mark", str)
     file.finish([Completion(0, 0, (5, 6), (-math.inf, 0.0), "end", -math.inf), Completion(1, 0, (), (), "stop", 1)])
     assert [sample[3:6] for sample in file.read()] == [((-math.inf, 0.0), "end", -math.inf), ((), "stop", 1)]
 
 
-def test_a_name_that_no_rank_gives_is_no_part_and_a_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
+def test_a_name_that_no_rank_gives_is_no_part_and_a_line_that_was_cut_is_passed_over(tmp_path):
     file, part = SampleFile(tmp_path / "s.jsonl", "mark", str), tmp_path / "s.jsonl.part-0"
     (tmp_path / "s.jsonl.part-00").write_text("as `split -d` names its parts\n")
     for size in range(len('{"prompt": 0, "sample": 0,')):
@@ -69,15 +65,15 @@ def test_a_name_that_no_rank_gives_is_no_part_and_a_line_that_was_cut_is_passed_
     assert {path.name for path in tmp_path.iterdir()} == {"s.jsonl", "s.jsonl.part-00"}
 
 
-def made(*places: tuple[int, int], **more: object) -> list[Completion]:
+def made(*places, **more):
     return [Completion(p, s, (10 * p + s,), (-0.5,), "end")._replace(**more) for p, s in places]
 
 
-def test_what_ranks_wrote_is_there_until_all_is_in_one_file(tmp_path: Path) -> None:
+def test_what_ranks_wrote_is_there_until_all_is_in_one_file(tmp_path):
     """The end of a generation is a moment in which it may die, too."""
     out, samples = tmp_path / "s.jsonl", made((0, 0), (0, 1))
 
-    def failing(sample: Completion) -> str:
+    def failing(sample):
         if dies and sample == samples[1]:
             raise OSError("as if the process was killed")
         return "text"
@@ -97,7 +93,7 @@ def test_what_ranks_wrote_is_there_until_all_is_in_one_file(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_samples_lie_by_prompt_and_number_and_come_back_as_they_were(tmp_path: Path) -> None:
+def test_samples_lie_by_prompt_and_number_and_come_back_as_they_were(tmp_path):
     """Scores of 0, too."""
     file = SampleFile(tmp_path / "s.jsonl", "mark", str)
     samples = made((2, 0), (0, 1), (10, 3), (0, 0), (10, 0), score=0.0)
@@ -108,7 +104,7 @@ def test_samples_lie_by_prompt_and_number_and_come_back_as_they_were(tmp_path: P
     assert places == [(0, 0, 0.0), (0, 1, 0.0), (2, 0, 0.0), (10, 0, 0.0), (10, 3, 0.0)]
 
 
-def test_a_sample_is_on_disk_when_it_was_added_and_a_torn_line_costs_that_sample_alone(tmp_path: Path) -> None:
+def test_a_sample_is_on_disk_when_it_was_added_and_a_torn_line_costs_that_sample_alone(tmp_path):
     out, (first, second, third) = tmp_path / "s.jsonl", made((0, 0), (0, 1), (1, 0))
     file = SampleFile(out, "mark", str)
     file.finish([first])
@@ -124,7 +120,7 @@ def test_a_sample_is_on_disk_when_it_was_added_and_a_torn_line_costs_that_sample
     assert sorted(file.read()) == [first, second, third]
 
 
-def test_a_torn_line_is_no_sample_where_nobody_appends(tmp_path: Path) -> None:
+def test_a_torn_line_is_no_sample_where_nobody_appends(tmp_path):
     """`finish` writes a file whole, so what is torn there was torn by somebody else."""
     out = tmp_path / "s.jsonl"
     SampleFile(out, "mark", str).finish(made((0, 0), (0, 1)))

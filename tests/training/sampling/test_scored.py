@@ -16,6 +16,7 @@ from evenload.api import load_recipe
 from evenload.core.recipe.generated import ScoredSamples
 from evenload.runtime.generate.request import Completion
 from evenload.training.sampling import scored
+from evenload.training.sampling.figures import pass_at
 from evenload.training.sampling.scored import SampleScores, unchanged_random_states
 
 
@@ -83,6 +84,7 @@ def figures(tmp_path, monkeypatch):
 @pytest.mark.parametrize("passes", [0.25, 0.5, 0.75, 1.0])
 def test_figures_are_those_of_every_choice_of_samples(figures, passes):
     """A score of just ``passes`` passes."""
+    assert pass_at(2000, np.array([1]), 4000) == pytest.approx(0.5), "where choices are too many to be counted"
     row = figures(passes=passes)
     right = [[SCORES[text.strip()] >= passes for text in said] for said in SAID]
     for k in (1, 2, 3, 4):

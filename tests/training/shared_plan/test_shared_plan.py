@@ -1,8 +1,6 @@
 """Plans of tenants: whose samples they draw, what company is said to save, and what is refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -202,25 +200,7 @@ def test_tables_and_page_have_a_row_a_tenant(folder, shown):
         assert all(word in where for word in ("long", "short", saving))
 
 
-def test_a_page_without_other_plugins_says_so(folder):
-    recipe = recipe_of(folder, **{"plugins.packing.enabled": False})
-    assert "No plugin but lora is switched on" in page_of(look_ahead(recipe, {}, 1, record=True))
-
-
 def test_a_sweep_of_settings_plans_tenants(folder):
     result = sweep(recipe_of(folder), ["parallel.dp=1,2"], {}, 1, None, {})
     assert [row["settings"] for row in result["rows"]] == [{"parallel.dp": 1}, {"parallel.dp": 2}]
     assert not any("error" in row for row in result["rows"])
-
-
-def test_planning_tenants_needs_no_torch(folder):
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from evenload.api import load_recipe\n"
-        "from evenload.training.forecast.forecast import look_ahead\n"
-        "print(len(look_ahead(load_recipe(Path(sys.argv[1])), {}, 2).steps))"
-    )
-    file = folder.parent / f"{folder.name}.recipe"
-    file.write_text(json.dumps(recipe_of(folder).model_dump(mode="json", exclude_defaults=True)))
-    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr

@@ -6,6 +6,15 @@ import shutil
 import pytest
 import yaml
 
+RECIPE = {
+    "trainer": "megatron",
+    "model": {"weights": "tiny-llama"},
+    "parallel": {"dp": 1},
+    "plugins": {
+        "packing": {"enabled": True, "max_tokens": 2048},
+        "lora": {"enabled": True, "tenants": "tenants", "out": "out"},
+    },
+}
 BEFORE_STEP = """
 import json, os, signal
 from pathlib import Path
@@ -64,5 +73,5 @@ class Job:
 
 @pytest.fixture(scope="session")
 def job_of(forged):
-    """``job_of(folder, recipe)``: a job of tenants, who are yet to be put there."""
-    return lambda path, recipe: Job(path, forged, recipe)
+    """``job_of(folder, section={...})``: a job of tenants, who are yet to be put there."""
+    return lambda path, **sections: Job(path, forged, RECIPE | sections)

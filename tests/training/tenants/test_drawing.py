@@ -92,18 +92,6 @@ def test_a_union_holds_the_weights_of_each_tenant():
     assert union({1: draws[1]}).weight_sums is None
 
 
-def test_no_batch_lies_behind_the_last_step_of_everybody():
-    one = tenant(2)
-    union = TenantDrawing(lambda: [one])
-    for _ in range(STEPS[2]):
-        assert union.more
-        union()
-    assert not union.more
-    assert not len(union().samples)
-    one.until += 1
-    assert union.more
-
-
 def test_batches_that_are_put_back_come_again_from_the_oldest():
     one = tenant(2)
     union = TenantDrawing(lambda: [one])

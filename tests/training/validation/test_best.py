@@ -84,33 +84,3 @@ def test_the_best_by_a_figure_is_the_highest_and_a_validation_without_samples_is
     figures = [None, {"pass_at_2": 0.25}, {"pass_at_2": 0.25}, {"pass_at_2": 0.5}, None, {"pass_at_2": 0.375}]
     best = [evaluate(2 * done, 2.0**-done, own).best for done, own in enumerate(figures, 1)]
     assert best == [False, True, False, True, False, False]
-
-
-def test_the_best_by_a_domain_is_by_its_own_loss():
-    domains = {"code": {"loss": 0.5, "targets": 3}, "prose": {"loss": 2.0, "targets": 9}}
-    for name, wanted in (("code", 0.5), ("prose", 2.0), (None, 1.625)):
-        assert ValidationRun._compared(SimpleNamespace(_best_of=name), 1.625, domains, None) == wanted
-
-
-def test_validations_come_every_so_often_and_after_the_last_step():
-    run = SimpleNamespace(_every=4, _last=10)
-    assert [done for done in range(11) if ValidationRun.due(run, done)] == [0, 4, 8, 10]
-
-
-def test_samples_come_at_some_validations_and_at_the_last_one():
-    """Every fourth step of those that are validated, and after the last, whatever its number."""
-    drawn, rows = [], []
-    run = SimpleNamespace(
-        _draws=[],
-        _sampled=SimpleNamespace(run=lambda host, watchdog, done: drawn.append(done) or {"score": float(done)}),
-        _samples_every=4,
-        _last=10,
-        _job=SimpleNamespace(host=None, watchdog=None),
-        _row=lambda done, parts, took_s, figures: (done, figures),
-        rows=rows,
-        _say=lambda row: None,
-    )
-    for done in (0, 2, 4, 6, 8, 10):
-        ValidationRun.run(run, done)
-    assert drawn == [0, 4, 8, 10]
-    assert rows == [(done, {"score": float(done)} if done in drawn else None) for done in (0, 2, 4, 6, 8, 10)]

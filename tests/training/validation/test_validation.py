@@ -182,13 +182,10 @@ def test_a_score_that_is_none_ends_the_training_with_one_message(place, forged):
 
 
 BAD = {
-    "no prompts": ("", (), "has no prompt"),
-    "prompts beyond the model": ("a" * 60, (), "prompt 0 and what may follow are longer"),
-    "no end token": ("a", ("generate.end_tokens=null",), "nothing says which token ends a sample"),
-    "no module": ("a", ("data.validation.generate.score=nowhere:f",), "No module named 'nowhere'"),
-    "no function": ("a", ("data.validation.generate.answer=rewards:np",), "names no function"),
+    "no end token": (("generate.end_tokens=null",), "nothing says which token ends a sample"),
+    "no module": (("data.validation.generate.score=nowhere:f",), "No module named 'nowhere'"),
+    "no function": (("data.validation.generate.answer=rewards:np",), "names no function"),
     "a model that does not generate": (
-        "a",
         ("plugins.pipeline={enabled: true, v_shape: true}", "parallel.pp=2", "model.num_layers=4"),
         "data.validation.generate: generation does not run two stages a device",
     ),
@@ -197,8 +194,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_sampled_is_refused_before_the_first_step(name, place, forged):
-    prompt, words, text = BAD[name]
-    (place / "p.jsonl").write_text(json.dumps({"prompt": prompt}) if prompt else "")
+    words, text = BAD[name]
     done = forged(place, "train", "r.yaml", "parallel.dp=1", *words, "log.jsonl=steps.jsonl")
     assert done.returncode == 2, done.stderr[-2000:]
     assert text in done.stderr

@@ -1,6 +1,6 @@
 """A DeepSpeed script that nobody edited, stock and with evenload: 2 forked ranks, with every ZeRO stage.
 
-tests/commands/test_run.py starts it by torchrun.
+tests/commands/test_check.py starts it by torchrun.
 """
 
 from __future__ import annotations

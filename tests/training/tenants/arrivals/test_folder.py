@@ -170,11 +170,3 @@ def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_away_is_not_rea
     assert not folder.look()
     (tmp_path / "away").rename(inner)
     assert not folder.look()
-
-
-def test_a_file_of_another_ending_is_said_to_be_none(tmp_path, caplog):
-    (tmp_path / "a.yml").write_text(TEXT)
-    folder = Folder(tmp_path)
-    assert not folder.look().came
-    folder.look()
-    assert [record.getMessage() for record in caplog.records] == ["a.yml is no tenant: a tenant's file ends in .yaml"]

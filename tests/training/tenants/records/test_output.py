@@ -117,14 +117,6 @@ def test_a_file_that_is_refused_stands_among_the_tenants_unless_one_of_its_name_
     assert one.past("acme", "abc") is not None
 
 
-def test_other_ranks_write_nothing(tmp_path):
-    one, tenant = output(tmp_path, leads=False), Tenant(0)
-    one.begin(tenant)
-    one.row(tenant, {"step": 0})
-    one.status(tenant)
-    assert not list(tmp_path.iterdir())
-
-
 def test_numbers_that_cannot_be_written_are_given_up_with_one_warning(tmp_path, caplog):
     (tmp_path / "acme").write_text("a file where the folder should be")
     one, tenant = output(tmp_path), Tenant(0)

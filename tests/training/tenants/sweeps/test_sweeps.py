@@ -8,16 +8,7 @@ from harness.cases import only_full
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
-RECIPE = {
-    "trainer": "megatron",
-    "model": {"weights": "tiny-llama"},
-    "parallel": {"dp": 1},
-    "train": {"dtype": "fp64"},
-    "plugins": {
-        "packing": {"enabled": True, "max_tokens": 2048},
-        "lora": {"enabled": True, "tenants": "tenants", "out": "out"},
-    },
-}
+FP64 = {"dtype": "fp64"}
 EVALUATE = {"source": "python-docstrings-held-out/email", "every": 2, "batches": 2}
 ACME = {
     "data": {"source": "python-docstrings/email", "max_length": 128, "long_samples": "truncate"},
@@ -45,7 +36,7 @@ def new_job(tmp_path, job_of):
     """``new_job("name", acme={...})``: a job of these tenants in a folder of that name."""
 
     def new(name, **tenants):
-        job = job_of(tmp_path / name, RECIPE)
+        job = job_of(tmp_path / name, train=FP64)
         job.put(**tenants)
         return job
 
@@ -55,7 +46,7 @@ def new_job(tmp_path, job_of):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, job_of):
     """Two tenants that nobody evaluates."""
-    job = job_of(tmp_path_factory.mktemp("plain"), RECIPE)
+    job = job_of(tmp_path_factory.mktemp("plain"), train=FP64)
     job.put(acme=ACME, bolt=BOLT)
     job.trained()
     return job
@@ -64,7 +55,7 @@ def plain(tmp_path_factory, job_of):
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory, job_of):
     """A sweep of four, with a neighbour, and what it came to."""
-    job = job_of(tmp_path_factory.mktemp("swept"), RECIPE)
+    job = job_of(tmp_path_factory.mktemp("swept"), train=FP64)
     job.put(acme=SWEPT, bolt=BOLT)
     return job, job.trained()
 
