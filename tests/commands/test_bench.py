@@ -45,12 +45,7 @@ class Machine:
         mark(UPDATE)
         del activations
         torch.empty(2 * plan.num_tokens, dtype=torch.uint8)
-        return SimpleNamespace(
-            busy_s=float(expected.busy_s.sum()),
-            forward_s=0.0,
-            loss=1.0,
-            spans=expected.spans,
-        )
+        return SimpleNamespace(busy_s=float(expected.busy_s.sum()), forward_s=0.0, loss=1.0, spans=expected.spans)
 
     def describe(self):
         return {}
@@ -139,10 +134,8 @@ def test_a_run_without_plugins_says_that_it_is_stock(job, caplog):
     """Every plan is then the baseline's own, which the closing line says in place of a ratio."""
     bare = replace(job, recipe=job.recipe.changed({"train.steps": 6}), chain=replace(job.chain, links=()))
     result = bench._bench(bare, ("stock",), 1)
-    assert [r.message for r in caplog.records] == [
-        "no plugin is switched on: bench runs the trainer's own plan, stock, as evenload's too"
-    ]
+    said = "no plugin is switched on: bench runs the trainer's own plan, stock, as evenload's too"
+    assert [r.message for r in caplog.records] == [said]
     assert result["ratio"]["stock"]["same_plans"]
-    assert "evenload is stock itself, whose plan it runs in every step" in str(
-        closing_lines(result["ratio"], {"device": "cpu"})[0]
-    )
+    (line, *_) = closing_lines(result["ratio"], {"device": "cpu"})
+    assert "evenload is stock itself, whose plan it runs in every step" in str(line)

@@ -135,11 +135,8 @@ def test_tenants_are_exact_beside_each_alone(place, verify):
     assert result["grad_rel_err"] <= 1e-9
     assert result["update_rel_err"] <= 1e-9
     assert result["resumed"]["pp"] == 2, "the adapters went on in another layout"
-    assert [(row["name"], row["r"], row["steps"]) for row in result["tenants"]] == [
-        ("rank-4", 4, 2),
-        ("rank-8", 8, 3),
-        ("rank-16", 16, 3),
-    ]
+    tenants = [(row["name"], row["r"], row["steps"]) for row in result["tenants"]]
+    assert tenants == [("rank-4", 4, 2), ("rank-8", 8, 3), ("rank-16", 16, 3)]
     (place / "tenants").mkdir()
     for seed, name in enumerate(("acme", "zeta")):
         (place / "tenants" / f"{name}.yaml").write_text(TENANT % seed)

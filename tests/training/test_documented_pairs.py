@@ -151,7 +151,7 @@ def pairs():
     return [completed({key: drawn.choice(VALUES[key]) for key in two}) for two in combinations(VALUES, 2)]
 
 
-def covering(size=4):
+def covering(size=6):
     """Every key with every value once, so many keys at a time, and a pair that fell once."""
     settings = [(key, value) for key, values in VALUES.items() for value in values]
     met = {"data.validation.domains": VALUES["data.validation.domains"][0], "checkpoint.best": "generate.score"}

@@ -27,7 +27,6 @@ def test_files_of_others_stay_where_a_run_takes_its_own_away(tmp_path):
 LINE = '{"prompt": 0, "sample": 0, "ended": "end", "tokens": [5], "log_probs": [-0.5], "run": "mark"}\n'
 OTHERS = {
     "text": lambda path: path.write_text("notes\n"),
-    "an older form": lambda path: path.write_text(LINE.replace("[5]", '"5"')),
     "deep": lambda path: path.write_text('{"a":' * 100_000),
     "a terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
     "a pipe": os.mkfifo,
@@ -121,9 +120,11 @@ def test_a_sample_is_on_disk_when_it_was_added_and_a_torn_line_costs_that_sample
 
 
 def test_a_torn_line_is_no_sample_where_nobody_appends(tmp_path):
-    """`finish` writes a file whole, so what is torn there was torn by somebody else."""
+    """`finish` writes a file whole, so what is torn there, or of another form, is of somebody else."""
     out = tmp_path / "s.jsonl"
     SampleFile(out, "mark", str).finish(made((0, 0), (0, 1)))
-    out.write_text(out.read_text()[:-20])
-    with pytest.raises(EvenloadError, match="something else than samples"):
-        SampleFile(out, "mark", str).read()
+    for text in (out.read_text()[:-20], LINE.replace("[5]", '"5"'), "[1]\n"):
+        out.write_text(text)
+        with pytest.raises(EvenloadError, match="something else than samples"):
+            SampleFile(out, "mark", str).read()
+        assert out.read_text() == text

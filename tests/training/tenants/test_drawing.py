@@ -84,11 +84,8 @@ def test_a_union_holds_the_weights_of_each_tenant():
     draws = {number: drawing_of(number)() for number in (1, 2, 3)}
     sums = np.linspace(-1, 2, len(draws[2].samples))
     draws = {1: draws[1], 2: draws[2]._replace(own_sums=sums), 3: draws[3]._replace(weight=0.25)}
-    assert union(draws).weight_sums.tolist() == [
-        *(draws[1].lengths - 1),
-        *sums,
-        *(0.25 * targets_of(3)[draws[3].samples]),
-    ]
+    wanted = [*(draws[1].lengths - 1), *sums, *(0.25 * targets_of(3)[draws[3].samples])]
+    assert union(draws).weight_sums.tolist() == wanted
     assert union({1: draws[1]}).weight_sums is None
 
 
