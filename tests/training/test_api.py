@@ -41,7 +41,7 @@ def test_ranks_read_the_recipe_that_was_given(name, monkeypatch):
 def test_prompts_of_a_proof_reach_the_ranks(recipe, monkeypatch):
     prompts = recipe.with_name("prompts.jsonl")
     prompts.write_text('{"prompt": "def f("}\n')
-    monkeypatch.setattr(api, "on_ranks", lambda *given, **arguments: (given[2][2:], arguments))
+    monkeypatch.setattr(api, "on_ranks", lambda *given, **arguments: (given[2][4:], arguments))
     words, arguments = evenload.verify(evenload.load_recipe(recipe), generation=True, prompts=prompts)
     assert words == ("--generate", "--prompts", str(prompts))
     assert (arguments["generation"], arguments["prompts"]) == (True, prompts)
