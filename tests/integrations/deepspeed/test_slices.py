@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from deepspeed_tests.slice_plans import EQUAL, HAND, plan_of
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.program import lower
 from evenload.core.recipe import recipe as recipes
@@ -17,10 +16,19 @@ from evenload.runtime.attention.labels import loss_divisor, readers_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 from harness.cases import only_full
-from harness.proof import LENGTHS, labels_in_turn, tokens
+from harness.proof import LENGTHS, ROUNDING, exact, labels_in_turn, tokens
+from harness.proof.by_hand import by_hand
+from harness.proof.drawn import random_plan
 
+HAND = ("slices", "slices, half replayed", "slices, all replayed", "regrouped")
+EQUAL = ("slices, in step", "slices, in step, half replayed", "slices, in step, all replayed")
 ODD = (30, 1, 64, 2, 17, 1)
 """Lengths, of which some have no target."""
+
+
+def _plan(name, lengths=LENGTHS):
+    sizes = {"num_ranks": 2, "num_stages": 1, "layers_per_stage": 2}
+    return random_plan(int(name), lengths, recompute=False, **sizes) if name.isdigit() else by_hand(name, **sizes)
 
 
 def _model(family, plain=False):
@@ -35,7 +43,7 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
     model.zero_grad(set_to_none=True)
     total, divisor = 0.0, loss_divisor(plan.lengths, labels)
     for rank in range(plan.limits.num_ranks):
-        store, losses = PrefixStore.ofplan_of(plan), {}
+        store, losses = PrefixStore.of_plan(plan), {}
         for one in lower(plan, 0, rank, "in step" if equal else "idle"):
             if one.kind == "backward":
                 losses.pop(one.graph).backward()
@@ -58,16 +66,17 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))]
+)
 def test_every_plan_is_exact_in_float64(family, recompute):
     model, plain = _model(family), _model(family, plain=True)
     if recompute:
         recompute_layers(model)
-    names = ("packs", "packs, padded", "packs, idle", "slices, half replayed", "regrouped", "3")
-    names += ("slices", "slices, all replayed", "0", "2", "7") if family == "llama" else ()
+    names = (*HAND, "0", "2", "3", "7") if family == "llama" else ("slices, half replayed", "regrouped", "3")
     for number, name in enumerate(names):
         lengths = ODD if name.isdigit() else LENGTHS
-        plan, data, labels = plan_of(name, lengths), tokens(lengths), labels_in_turn(number, lengths)
+        plan, data, labels = _plan(name, lengths), tokens(lengths), labels_in_turn(number, lengths)
         loss, wanted = plain_gradients(plain, data, plan.lengths, labels)
         found_loss, found = _run(model, plan, data, labels=labels, equal=recompute)
         assert found_loss == pytest.approx(loss, rel=1e-12), name
@@ -93,11 +102,31 @@ def test_a_replay_needs_no_more_than_its_prefix():
     """Of micro-batches without gradients only slices that a replay reads and does not write run."""
     for name, stops in (("slices, all replayed", (60, 32)), ("regrouped", (64, 41))):
         for rank, sequence in enumerate((1, 4)):
-            ran = lower(plan_of(name), 0, rank, "idle")
+            ran = lower(_plan(name), 0, rank, "idle")
             pieces = [s for one in ran if one.kind == "forward_kv" for s in one.micro_batch.slices]
             assert {s.sequence for s in pieces} == {sequence}
             # Regrouped, no forward slice starts where the backward does: all of the sequence runs.
             assert max(s.stop for s in pieces) == stops[rank], name
+
+
+def test_ranks_out_of_step_are_brought_into_step():
+    for name in (*HAND, *EQUAL, *map(str, range(50))):
+        plan = _plan(name)
+        rows = [lower(plan, 0, rank, "in step") for rank in (0, 1)]
+        assert [one.kind == "backward" for one in rows[0]] == [one.kind == "backward" for one in rows[1]], name
+        for rank, row in enumerate(rows):
+            own = [one[:3] for one in row if one.micro_batch.slices]
+            free = lower(plan, 0, rank, "idle")
+            assert own == [one[:3] for one in free if one.micro_batch.slices], name
+            started = [one.graph for one in row if one.kind in ("forward", "recompute_forward")]
+            ended = [one.graph for one in row if one.kind == "backward"]
+            assert sorted(started) == sorted(ended) == sorted(set(ended)), name
+
+
+def test_ranks_in_step_get_no_dummies():
+    rows = [lower(_plan("slices, in step"), 0, rank, "in step") for rank in (0, 1)]
+    assert [len(row) for row in rows] == [32, 32]
+    assert sum(not one.micro_batch.slices for one in rows[0]) == 0
 
 
 @pytest.mark.slow
@@ -115,24 +144,31 @@ def test_a_replay_needs_no_more_than_its_prefix():
         only_full(3, True, (EQUAL[2], "regrouped", "2", "8")),
     ],
 )
-def test_gradients_are_those_of_plain_training(exactness, stage, recompute, names):
-    """Under ZeRO 3 nothing stays gathered, before it nothing is; and layers run no more often than passes need."""
-    results = exactness(2, stage=stage, names=list(names), recompute=recompute)
-    for rank, result in enumerate(results):
+def test_gradients_are_those_of_plain_training(on_ranks, stage, recompute, names):
+    results = on_ranks(2, "exactness", stage=stage, names=list(names), recompute=recompute)
+    exact([result["found"][0] for result in results], ROUNDING)
+    for result in results:
+        # Under ZeRO 3 nothing stays gathered; before it nothing is.
         assert result["gathered"] == 0
-        for name, layers in zip(names, result["layers"], strict=True):
-            assert layers == _layers_needed(plan_of(name), rank, stage, recompute), name
 
 
-def _layers_needed(plan, rank, stage, recompute):
-    """How often a rank runs each layer. A backward runs it once more where layers are recomputed, unless it has just
-    been replayed (ZeRO 3: if all have)."""
-    passes = lower(plan, 0, rank, "in step" if stage == 3 else "idle")
-    backwards = [one for one in passes if one.kind == "backward"]
-    mixed = stage == 3 and any(plan.micro_batches[i].slices for i in plan.kept)
-    replayed = [one for one in backwards if one.graph in _not_recomputed(passes)]
-    again = recompute * (len(backwards) - (0 if mixed else len(replayed)))
-    return len(passes) - len(backwards) + again
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "recompute", "names"),
+    [(1, False, HAND[1:]), (1, True, HAND[1:]), (3, True, ("packs", HAND[1])), only_full(3, True, (*HAND, EQUAL[1]))],
+)
+def test_layers_run_no_more_often_than_passes_need(on_ranks, stage, recompute, names):
+    results = on_ranks(2, "exactness", stage=stage, names=list(names), recompute=recompute)
+    for number, name in enumerate(names):
+        plan = _plan(name)
+        for rank, result in enumerate(results):
+            passes = lower(plan, 0, rank, "in step" if stage == 3 else "idle")
+            backwards = [one for one in passes if one.kind == "backward"]
+            # A backward runs the layers once more, unless it has just been replayed (ZeRO 3: if all have).
+            mixed = stage == 3 and any(plan.micro_batches[i].slices for i in plan.kept)
+            replayed = [one for one in backwards if one.graph in _not_recomputed(passes)]
+            again = recompute * (len(backwards) - (0 if mixed else len(replayed)))
+            assert result["layers"][number] == len(passes) - len(backwards) + again, name
 
 
 def _not_recomputed(passes):
@@ -144,10 +180,18 @@ def _not_recomputed(passes):
     }
 
 
+@pytest.mark.slow
+def test_backwards_in_a_row_release_what_they_gathered(on_ranks):
+    for counted, uncounted in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", tenants=False):
+        assert len(counted) == 16
+        assert max(counted) <= counted[0] < 10
+        assert uncounted[0] < 10 < min(uncounted[1:])
+
+
 def test_a_model_without_layer_numbers_runs_no_slices():
     model = _model("llama")
     for layer in model.model.layers:
         del layer.self_attn.layer_idx
     with pytest.raises(EvenloadError, match="no layer_idx"):
-        _run(model, plan_of("slices"), tokens())
-    _run(model, plan_of("packs"), tokens())
+        _run(model, _plan("slices"), tokens())
+    _run(model, _plan("packs"), tokens())
