@@ -79,7 +79,7 @@ docs/concept.md
     data/test_content.py::test_one_changed_row_of_a_small_set_and_another_loss_are_other_data
 docs/costs.md
   mean absolute error 7.1 %
-    benchmarks/costs/test_predicted.py::test_errors_are_those_of_the_steps
+    benchmarks/costs/test_costs.py::test_errors_are_those_of_the_steps
   | all | 54 | | 0.8 %, 8.5 % | 0.5 %, 4.8 % |
     training/profiling/test_memory.py::test_real_trainers_hold_what_is_predicted
   fit: mean error 2.1 % forward and 2.6 % backward over 11 shapes
@@ -134,7 +134,7 @@ docs/finetuning.md
   trains 2.4x as fast as padded micro-batches of 8
     commands/test_bench.py::test_repeats_alternate_and_one_run_shows_what_disturbs_it
   a validation is 2.7x (Megatron-Core) and 3.0x (DeepSpeed) as fast as padded batches of 8
-    benchmarks/finetuning/test_validation.py::test_the_table_compares_every_variant_with_evenload
+    benchmarks/finetuning/test_finetuning.py::test_the_table_compares_every_variant_with_evenload
   most does so by 1.5e-5 of what training moved it
     commands/test_finetune.py::test_a_tiny_model_learns_is_validated_and_leaves_alike_by_both_trainers
 docs/first_hour.md
@@ -157,7 +157,7 @@ docs/gradient_scores.md
   order on 2 ranks, 1 rank, TP 2 and PP 2 of Megatron-Core in float64
     training/policies/test_runs.py::test_less_selects_the_same_on_ranks_that_share_a_model
   4.1 times less than PEFT with one sample a pass
-    benchmarks/training/test_gradient_scores.py::test_packs_and_single_passes_give_the_same_rows
+    benchmarks/training/test_training.py::test_packs_and_single_passes_give_the_same_rows
 docs/huggingface.md
   is below 1e-9 for plans of `packing` (packs; slices)
     integrations/huggingface/test_trainer.py::test_plans_of_the_packing_plugin_are_exact
@@ -224,7 +224,7 @@ docs/megatron.md
   Export after 0 steps is bit-equal to what came in.
     integrations/megatron/test_pretrained.py::test_logits_are_those_of_transformers_and_what_came_leaves
   reading it takes 82 to 102 MB more at the peak
-    benchmarks/finetuning/test_pretrained.py::test_the_table_sets_a_peak_beside_the_share_of_its_rank
+    benchmarks/finetuning/test_finetuning.py::test_the_table_sets_a_peak_beside_the_share_of_its_rank
   a recurrence in torch in the place of Mamba's kernels: held to 1e-9
     integrations/megatron/unmodified/test_hybrid.py::test_random_plans_give_the_gradients_of_the_stock_loop
 docs/mesh.md
@@ -233,7 +233,7 @@ docs/mesh.md
   1.86x over SP64, 1.25x over BatchAda
     benchmarks/published/test_published.py::test_flexsp_is_ordered_and_sp64_follows_its_formula
   1.12x over one degree a micro-batch
-    benchmarks/planning/test_mesh.py::test_every_way_is_above_its_bound_and_mixing_degrees_pays
+    benchmarks/planning/test_planning.py::test_every_mesh_is_above_its_bound_and_mixing_degrees_pays
   16 % over the certified bound
     plugins/mesh/test_bounds.py::test_neither_the_planner_nor_its_baselines_are_below_the_bound
   Planes of 2,048 ranks and more are planned as equal parts of 1,024 or more
@@ -246,7 +246,7 @@ docs/mixture.md
   draws the same samples to the last one
     training/test_mixture.py::test_a_killed_run_goes_on_with_the_same_draws_on_fewer_ranks
   drawing 5.5 us a sample of 4 domains
-    benchmarks/training/test_mixture.py::test_one_order_and_mixtures_of_many_have_a_row_each
+    benchmarks/training/test_training.py::test_one_order_and_mixtures_of_many_have_a_row_each
 docs/mixture_policies.md
   a run that is killed draws what it would have drawn, on other ranks too
     training/test_learned_shares.py::test_a_killed_run_goes_on_with_the_shares_that_it_would_have_had
@@ -271,16 +271,16 @@ docs/moe.md
   `sharded` equals `home` to 4e-16 through updates
     integrations/megatron/test_experts.py::test_cut_experts_take_the_same_steps_and_share_checkpoints
   `recipes/moe.yaml` 1.08x as fast as static placement
-    benchmarks/experts/test_moe_run.py::test_the_table_has_a_row_a_variant_and_ratios_of_baselines_alone
+    benchmarks/experts/test_experts.py::test_the_table_has_a_row_a_variant_and_ratios_of_baselines_alone
   | GLM4.5-106B | 90.6 % | 92.2 % | 112.5 % | 130.1 % | 109.4 % |
-    benchmarks/experts/test_between_nodes.py::test_copies_and_tokens_that_go_once_to_a_node_are_ahead_of_even_routing
+    benchmarks/experts/test_experts.py::test_copies_and_tokens_that_go_once_to_a_node_are_ahead_of_even_routing
 docs/packing.md
   among plans with cuts within 0.5 % of the fastest
     core/planning/test_judge.py::test_a_preference_is_worth_its_slack_and_no_more
   unless that shortens the step by 1 % (pipelines, ZeRO-3)
     plugins/packing/test_slicing.py::test_auto_cuts_where_that_makes_the_step_faster
   | 4 x 14 | 1.187 to 1.232 | 1.000 to 1.050 |
-    benchmarks/planning/test_padded.py::test_plans_are_over_their_bounds_and_near_the_best
+    benchmarks/planning/test_planning.py::test_padded_groups_are_over_their_bounds_and_near_the_best
   Every sample is trained exactly once.
     commands/test_train.py::test_every_sample_is_seen_once_over_changing_numbers_of_ranks
   1.14x and 1.09x the tokens/s of in-order packing
@@ -298,11 +298,11 @@ docs/pipeline.md
   the one for which a per cent more time saves most memory
     core/planning/test_judge.py::test_a_preference_is_worth_its_slack_and_no_more
   11 % to 17 % less time than fixed chunks
-    benchmarks/planning/test_pipeline.py::test_chunks_of_equal_time_are_ahead_of_every_other_way
+    benchmarks/planning/test_planning.py::test_chunks_of_equal_time_are_ahead_of_every_other_schedule
   | PP 8, 0.25 ms | 6.1 % (33) | 6.1 % (19) |
-    benchmarks/peers/test_pipelines.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
+    benchmarks/peers/test_peers.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
   Predicted to shorten a step by 4.6 % to 9.5 %
-    benchmarks/peers/test_pipelines.py::test_two_stages_on_each_device_are_planned_at_equal_memory
+    benchmarks/peers/test_peers.py::test_two_stages_on_each_device_are_planned_at_equal_memory
   | stock | 5,834 | 1.53x
     training/test_pipelines.py::test_bench_has_a_bubble_and_peaks_of_every_stage
   `evenload verify` is exact on Megatron-Core 0.16.1 and 0.19.2
@@ -361,7 +361,7 @@ docs/weights.md
     integrations/deepspeed/test_slices.py::test_gradients_are_those_of_plain_training
 docs/benchmarks/between_nodes_2026-11-25.md
   | GLM4.5-106B, EP 64, kept | 50.4 % | 90.6 % | 92.2 % |
-    benchmarks/experts/test_between_nodes.py::test_copies_and_tokens_that_go_once_to_a_node_are_ahead_of_even_routing
+    benchmarks/experts/test_experts.py::test_copies_and_tokens_that_go_once_to_a_node_are_ahead_of_even_routing
   **Exact.** `pytest tests/integrations/megatron/test_experts.py -k where_tokens_come_from`
     integrations/megatron/test_experts.py::test_copies_where_tokens_come_from
 docs/benchmarks/cpu_2026-11-20.md
@@ -372,9 +372,9 @@ docs/benchmarks/cpu_2026-11-20.md
   ## Slices: exactness
     integrations/megatron/test_slices.py::test_random_plans_give_the_gradients_of_plain_training
   ## Predicted against measured steps
-    benchmarks/costs/test_predicted.py::test_errors_are_those_of_the_steps
+    benchmarks/costs/test_costs.py::test_errors_are_those_of_the_steps
   ## Planning whole sequences
-    benchmarks/planning/test_planner.py::test_every_planner_is_measured_on_the_same_batches
+    benchmarks/planning/test_planning.py::test_every_planner_is_measured_on_the_same_batches
 docs/benchmarks/cpu_2026-11-21.md
   22 of 34 backwards split; gradients: 1.2e-15; loss: 0
     integrations/megatron/test_pipeline.py::test_drawn_schedules_give_the_gradients_of_plain_training
@@ -382,7 +382,7 @@ docs/benchmarks/cpu_2026-11-22.md
   | evenload is faster by | 1.677x | 1.301x | |
     training/test_pipelines.py::test_bench_has_a_bubble_and_peaks_of_every_stage
   Wikipedia's lengths, the longest 12,735
-    benchmarks/test_long_tail.py::test_samples_are_as_long_as_the_file_says
+    benchmarks/test_scripts.py::test_samples_are_as_long_as_the_file_says
 docs/benchmarks/equal_rows_2026-11-26.md
   every row has one length, so that nothing is gained
     integrations/huggingface/test_trainer.py::test_samples_of_one_length_run_as_they_are_where_packs_gain_nothing
@@ -395,21 +395,21 @@ docs/benchmarks/finetune_2026-11-23.md
   | stock | 8,355 | 1.149 | 53.7 % | 150 MiB | 2.43x |
     commands/test_bench.py::test_repeats_alternate_and_one_run_shows_what_disturbs_it
   validation against padded batches
-    benchmarks/finetuning/test_validation.py::test_padded_batches_of_sorted_samples_hold_the_same_tokens_with_less_padding
+    benchmarks/finetuning/test_finetuning.py::test_padded_batches_of_sorted_samples_hold_the_same_tokens_with_less_padding
   reading a folder
-    benchmarks/finetuning/test_pretrained.py::test_every_rank_says_what_it_keeps
+    benchmarks/finetuning/test_finetuning.py::test_every_rank_says_what_it_keeps
   saving in the background
     benchmarks/faults/test_checkpoints.py::test_every_row_is_a_time
 docs/benchmarks/garbage_2026-11-26.md
   The last column is **predicted**: 1,024 ranks whose pauses are as these.
-    benchmarks/training/test_garbage.py::test_many_ranks_pause_one_by_one_in_each_step_and_at_once_in_some
+    benchmarks/training/test_training.py::test_many_ranks_pause_one_by_one_in_each_step_and_at_once_in_some
   what a run says of a rank that was made slow
-    benchmarks/training/test_slow_ranks.py::test_a_rank_that_reads_slowly_is_named_by_the_run
+    benchmarks/training/test_training.py::test_a_rank_that_reads_slowly_is_named_by_the_run
 docs/benchmarks/generation_2026-11-26.md
   **64 samples a step cost 2.4 and 3.0 times one**
-    benchmarks/generation/test_decode.py::test_a_row_for_each_number_of_slots
+    benchmarks/generation/test_generation.py::test_a_row_for_each_number_of_slots
   **1.9 times DeepSpeed's engine**
-    benchmarks/generation/test_throughput.py::test_every_variant_makes_the_samples_that_are_asked_for
+    benchmarks/generation/test_generation.py::test_every_variant_makes_the_samples_that_are_asked_for
   ## Exactness
     commands/test_verify_generation.py::test_every_layout_generates_what_plain_generation_does
 docs/benchmarks/gpu_memory_2026-11-26.md
@@ -426,7 +426,7 @@ docs/benchmarks/gpu_rehearsal_2026-11-26.md
     rehearsal/test_exact.py::test_slices
 docs/benchmarks/gradient_scores_2026-11-26.md
   Rows of the two differ by 7.0e-7 at the most
-    benchmarks/training/test_gradient_scores.py::test_packs_and_single_passes_give_the_same_rows
+    benchmarks/training/test_training.py::test_packs_and_single_passes_give_the_same_rows
 docs/benchmarks/hosts_2026-11-22.md
   whether they run, are equal, and what they gain
     hosts/test_benchmarks.py::test_a_script_of_a_checkout_is_run_stock_and_with_evenload
@@ -434,7 +434,7 @@ docs/benchmarks/hosts_2026-11-22.md
     hosts/test_benchmarks.py::test_pairs_are_equal_and_less_is_computed
 docs/benchmarks/house_2026-11-22.md
   | settings slower than before by more than 0.1 % | - | 0 |
-    benchmarks/planning/test_drawn_plans.py::test_no_plan_is_slower_than_a_lawful_row
+    benchmarks/planning/test_planning.py::test_no_plan_is_slower_than_a_lawful_row_where_one_once_was
   1.1e-14 of 1.0e-9: `quickstart.yaml train.dtype=fp64 plugins.packing.max_tokens=1024`
     commands/test_verify.py::test_every_layout_is_exact
   all that a rank holds by 0.54 % and 4.8 %
@@ -459,18 +459,18 @@ docs/benchmarks/megatron_lm_2026-11-23.md
     hosts/test_survey.py::test_outcomes_of_upstreams_tests_are_compared_by_name
 docs/benchmarks/mixture_2026-11-26.md
   | none: one order | 0.36 us |
-    benchmarks/training/test_mixture.py::test_one_order_and_mixtures_of_many_have_a_row_each
+    benchmarks/training/test_training.py::test_one_order_and_mixtures_of_many_have_a_row_each
   gradients 9.7e-15, loss 0, updates 6.7e-14, and no sample that an undisturbed run does not draw
     training/test_mixture.py::test_a_killed_run_goes_on_with_the_same_draws_on_fewer_ranks
   **`odm` is better than default proportions, and not than uniform ones**
-    benchmarks/training/test_mixtures.py::test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none
+    benchmarks/training/test_training.py::test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none
 docs/benchmarks/moe_2026-11-23.md
   Baselines are written after their descriptions
     plugins/moe/test_baselines.py::test_quotas_are_lawful_on_any_counts
   ## Copies
-    benchmarks/experts/test_moe.py::test_no_planner_needs_fewer_copies_than_the_bound
+    benchmarks/experts/test_experts.py::test_no_planner_needs_fewer_copies_than_the_bound
   ## In real training, measured
-    benchmarks/experts/test_moe_run.py::test_the_table_has_a_row_a_variant_and_ratios_of_baselines_alone
+    benchmarks/experts/test_experts.py::test_the_table_has_a_row_a_variant_and_ratios_of_baselines_alone
 docs/benchmarks/once_a_node_2026-11-26.md
   a third fewer
     core/experts/test_seconds.py::test_rows_of_a_node_are_about_those_of_drawn_tokens
@@ -487,12 +487,12 @@ docs/benchmarks/peers_2026-11-26.md
     benchmarks/peers/test_peers.py::test_tenants
 docs/benchmarks/pipelines_2026-11-25.md
   | wiki 64, PP 8 | 0.4165 s | 0.3786 s | -9.1 % |
-    benchmarks/peers/test_pipelines.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
+    benchmarks/peers/test_peers.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
 docs/benchmarks/pipelines_2026-11-26.md
   ## Sequences of one length
-    benchmarks/peers/test_pipelines.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
+    benchmarks/peers/test_peers.py::test_no_schedule_is_ahead_at_the_memory_of_a_device
   ## Two stages on each device
-    benchmarks/peers/test_pipelines.py::test_two_stages_on_each_device_are_planned_at_equal_memory
+    benchmarks/peers/test_peers.py::test_two_stages_on_each_device_are_planned_at_equal_memory
   ## No slower than a row of its own table
     core/planning/test_judge.py::test_no_plan_is_slower_than_a_lawful_row_of_its_table
 docs/benchmarks/programs_2026-11-26.md
@@ -527,7 +527,7 @@ docs/benchmarks/search_2026-11-26.md
   **Floors hold.**
     core/search/test_floors.py::test_no_plan_of_a_drawn_setting_is_below_its_floor
   python benchmarks/planning/search_measured.py --rounds 2 --steps 3
-    benchmarks/planning/test_search_measured.py::test_every_setting_is_a_recipe
+    benchmarks/planning/test_planning.py::test_every_setting_of_the_measured_search_is_a_recipe
 docs/benchmarks/stages_2026-11-26.md
   float64, largest gradient error over parameters: stages of 1, 3 layers and of 2, 1, 1
     integrations/megatron/test_pipeline.py::test_drawn_schedules_give_the_gradients_of_plain_training

@@ -144,14 +144,12 @@ def test_a_command_that_trains_is_a_right_request(command: str, place: Path, mon
     import evenload.commands.run as runner
     import evenload.training.launching.launch as launcher
 
-    planned = {"verdict": "planned", "says": "", "plugins": [], "refusals": [], "step": None}
-
+    verdict: dict[str, Any] = {"verdict": "planned", "says": "", "plugins": [], "refusals": [], "step": None}
     started: list[Any] = []
     monkeypatch.setattr(launcher, "launch", lambda *words: started.append(words))
     monkeypatch.setattr(runner, "run", lambda *words, **_: started.append(words) or 0)
-    right = {"verdict": "right", "says": "", "step": None}
-    monkeypatch.setattr(auditor, "audit", lambda *words: started.append(words) or right)
-    monkeypatch.setattr(checker, "check", lambda *words: started.append(words) or planned)
+    monkeypatch.setattr(auditor, "audit", lambda *words: started.append(words) or {**verdict, "verdict": "right"})
+    monkeypatch.setattr(checker, "check", lambda *words: started.append(words) or verdict)
     done = run(command, place)
     assert done.returncode == 0, done.stderr
     assert started or shlex.split(command)[1] in ("doctor", "plugins", "schema")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
 STARTS_ANYTHING = ("forged", "scripted", "sys.executable", "CliRunner", "evenload.cli", "evenload.api", "import_module")
 """A test file that has one of these words can reach every module of the product."""
-
-Graph = Mapping[str, set[str]]
 
 
 def main() -> None:
@@ -49,13 +47,8 @@ def selected(changed: Iterable[str]) -> list[str]:
         if needs_of(file) & touched
         or str(file.relative_to(ROOT)) in changed
         or any(word in _text(file) for word in words)
-        or ("conftest.py" in {Path(path).name for path in changed} and any(_is_above(path, file) for path in changed))
+        or any((ROOT / path).parent in file.parents for path in changed if Path(path).name == "conftest.py")
     ]
-
-
-def _is_above(path: str, file: Path) -> bool:
-    place = ROOT / path
-    return place.name == "conftest.py" and place.parent in file.parents
 
 
 def test_files() -> list[Path]:
@@ -109,21 +102,17 @@ def needs_of(file: Path) -> frozenset[str]:
 
 
 @cache
-def imported(file: Path) -> tuple[str, ...]:
+def imported(file: Path) -> list[str]:
     """Names that a file imports, anywhere in it, those from a module with it; relative ones from the top of tests/."""
-    return tuple(_imported(file))
-
-
-def _imported(file: Path) -> Iterator[str]:
-    own = file.relative_to(TESTS).with_suffix("").parts
+    own, names = file.relative_to(TESTS).with_suffix("").parts, []
     for node in ast.walk(ast.parse(_text(file))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                ".".join((*own[: len(own) - node.level], *filter(None, [node.module]))) if node.level else node.module
-            )
-            yield from (name for alias in node.names for name in (str(base), f"{base}.{alias.name}"))
+            above = own[: len(own) - node.level] if node.level else ()
+            base = ".".join((*above, *filter(None, [node.module])))
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def _files_of(name: str) -> list[Path]:

@@ -42,8 +42,6 @@ from harness.rank import serve  # noqa: E402
 
 GRACE_S = 30.0
 """After one rank has failed the others have this long to end by themselves, as under the launcher."""
-
-
 MODULES = {
     "megatron": (
         "harness.proof",
@@ -77,7 +75,6 @@ MODULES = {
 
 COSTS: Counter[str] = Counter()
 """What the ranks that were waited for since the last answer cost."""
-
 INHERITED: list[socket.socket] = []
 """Connections that a rank has no use for."""
 
@@ -164,15 +161,9 @@ def fork(outputs: str, rank: int, act: Callable[[], None]) -> int:
 def act_of_job(job: dict[str, Any], rank: int) -> None:
     """What a rank of a job does: the command or the script, with the variables that torchrun would set."""
     os.chdir(job["place"])
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job["ranks"]),
-        "LOCAL_WORLD_SIZE": str(job["ranks"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(job["port"]),
-        "REHEARSAL_OUT": job["outputs"],
-    }
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job["ranks"]))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "REHEARSAL_OUT": job["outputs"]}
     sys.argv = [job["script"] or "evenload", *job["arguments"]]
     if job["planted"]:
         plant(Path(job["outputs"]) / "planted.py")
@@ -221,14 +212,6 @@ def act_of_script(start: dict[str, Any]) -> None:
     runpy.run_path(start["script"], run_name="__main__")
 
 
-def start(start: dict[str, Any]) -> list[int]:
-    return [fork(start["outputs"], 0, partial(act_of_script, start))]
-
-
-def poll(pid: int) -> list[int]:
-    return reaped(pid, os.WNOHANG)
-
-
 def start_world(world: dict[str, Any]) -> list[int]:
     """Process ids of the ranks of a new world, which serve until their connection ends."""
     folder, door, size = world["folder"], world["door"], world["size"]
@@ -245,8 +228,8 @@ def end_world(pids: list[int]) -> list[int]:
 
 REQUESTS: dict[str, Callable[[Any], list[int]]] = {
     "job": run,
-    "start": start,
-    "poll": poll,
+    "start": lambda start: [fork(start["outputs"], 0, partial(act_of_script, start))],
+    "poll": lambda pid: reaped(pid, os.WNOHANG),
     "world": start_world,
     "end": end_world,
 }

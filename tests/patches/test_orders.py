@@ -1,6 +1,4 @@
-"""Every order of import, apply and undo on a stub host: 155 sequences of up to three verbs, in full 780 of up to four.
-
-A verb runs in a fork of the process that has run those before it, so that no sequence sees another.
+"""Every order of import, apply and undo on a stub host: all 155 sequences of up to three verbs, in full 780 of four.
 
 H  import the host          S  import a script that does ``from host import f``
 A  apply, lazily            E  apply, importing what is missing            U  undo
@@ -10,85 +8,73 @@ After every verb: each symbol is wrapped exactly once or is, by identity, the or
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib
+import itertools
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
+from harness.cases import only_full
+from harness.orders import walk
 
 VERBS = "HSAEU"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("longest", "orders"), [(3, 155), pytest.param(4, 780, marks=pytest.mark.full)])
-def test_every_order_leaves_each_symbol_wrapped_once_or_original(longest: int, orders: int, host_folder: Path) -> None:
-    command = [sys.executable, __file__, str(host_folder), str(longest)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+@pytest.mark.parametrize("longest", [3, only_full(4)])
+def test_every_order_leaves_each_symbol_wrapped_once_or_original(longest: int, host_folder: Path, scripted) -> None:
+    orders = ["".join(verbs) for verbs in itertools.product(VERBS, repeat=longest)]
+    done = scripted("torch", host_folder, Path(__file__), host_folder, *orders)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.split() == [str(orders), "orders"]
+    assert done.stdout.split() == orders
 
 
 def _rows():
     from evenload.patches import Patch
 
+    def row(target, **how):
+        return Patch(name=target, target=f"stubhost.{target}", supports="stubhost >=1,<2", why="test", **how)
+
     def tenfold(wrapped, instance, args, kwargs):
         return 10 * wrapped(*args, **kwargs)
 
-    supports = "stubhost >=1,<2"
-    targets = ("core:step", "core:Engine.run", "core:Engine.make", "core:Engine.build", "core:Engine.inherited")
+    functions = ("step", *(f"Engine.{name}" for name in ("run", "make", "build", "inherited")))
     return (
-        *(
-            Patch(name=target, target=f"stubhost.{target}", supports=supports, why="test", wrapper=tenfold)
-            for target in (*targets, "late:f")
-        ),
-        Patch(name="math", target="stubhost.core:math", supports=supports, why="test", replace=lambda _: "math"),
-        Patch(name="t", target="stubhost.core:TABLE[rate]", supports=supports, why="test", replace=lambda _: "fast"),
-        Patch(
-            name="gap",
-            target="stubhost.core:gap",
-            supports=supports,
-            why="test",
-            replace=lambda _: None,
-            fills_gap=True,
-        ),
+        *(row(target, wrapper=tenfold) for target in (*(f"core:{name}" for name in functions), "late:f")),
+        row("core:math", replace=lambda _: "math"),
+        row("core:TABLE[rate]", replace=lambda _: "fast"),
+        row("core:gap", replace=lambda _: None, fills_gap=True),
     )
 
 
-def _run(verb: str, ledger, on: bool, finders: list) -> bool:
-    """Run a verb and compare the process with what the verbs so far should have made of it; whether rows are on."""
-    import importlib
-
+def _run(verb: str, ledger, finders: list) -> None:
+    """Run a verb and compare the process with what the verbs so far should have made of it."""
     if verb in "HS":
         importlib.import_module({"H": "stubhost", "S": "stubscript"}[verb])
-    elif verb in "AE":
-        ledger.apply(_rows(), lazy=verb == "A")
-        on = True
-    else:
+    elif verb == "U":
         ledger.undo()
-        on = False
-    awaited = on and not {"stubhost.core", "stubhost.late"} <= sys.modules.keys()
-    assert len(sys.meta_path) == len(finders) + awaited
+    else:
+        ledger.apply(_rows(), lazy=verb == "A")
     states = {status.state for status in ledger.table()}
+    awaited = bool(states) and not {"stubhost.core", "stubhost.late"} <= sys.modules.keys()
+    assert states or verb not in "AE"
+    assert len(sys.meta_path) == len(finders) + awaited
     assert ("pending" in states) == awaited
-    _look(on)
-    return on
+    _look(on=bool(states))
 
 
 def _look(on: bool) -> None:
     if core := sys.modules.get("stubhost.core"):
         engine, factor = core.Engine(), 10 if on else 1
-        calls = (
+        calls = [
             core.step,
             engine.run,
             engine.make,
             engine.build,
+            engine.inherited,
             core.Engine.make,
             core.Engine.build,
-            engine.inherited,
-        )
+        ]
         assert [call(1) for call in calls] == [2 * factor] * 7
         assert sys.modules["stubhost"].step is core.step
         assert core.TABLE["rate"] == ("fast" if on else "slow")
@@ -106,30 +92,9 @@ def _look(on: bool) -> None:
         assert script.f is late.f
 
 
-def _walk(order: str, longest: int, ledger, on: bool, finders: list, ran: int) -> bool:
-    """Whether every sequence that goes on from this one survives; each that has run is a byte in the pipe ``ran``."""
-    good = True
-    for verb in VERBS:
-        child = os.fork()
-        if child == 0:
-            try:
-                now = _run(verb, ledger, on, finders)
-                os.write(ran, b".")
-                below = len(order) + 1 == longest or _walk(order + verb, longest, ledger, now, finders, ran)
-                os._exit(0 if below else 1)
-            except BaseException:
-                print(f"order {order + verb}", flush=True)
-                traceback.print_exc()
-                os._exit(1)
-        good &= os.waitpid(child, 0)[1] == 0
-    return good
-
-
 if __name__ == "__main__":
-    from evenload.patches import Ledger  # once, before the forks
+    from evenload.patches import Ledger
 
     sys.path.insert(0, sys.argv[1])
-    end, ran = os.pipe()
-    good = _walk("", int(sys.argv[2]), Ledger(), False, list(sys.meta_path), ran)
-    print(len(os.read(end, 1 << 16)), "orders", flush=True)
-    sys.exit(not good)
+    ledger, finders = Ledger(), list(sys.meta_path)
+    sys.exit(not walk(sys.argv[2:], lambda verb: _run(verb, ledger, finders)))

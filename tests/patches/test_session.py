@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import random
-import subprocess
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +18,9 @@ from evenload.patches import Patch, megatron, session
 from evenload.patches.cpu_bridge import no_triton
 from evenload.patches.import_hook import ImportHook
 from evenload.patches.row import is_needed_by_version
+from evenload.patches.wrapping import PatchedFunction
+from harness.cases import only_full
+from harness.orders import walk
 from packaging.version import Version
 
 RECIPE = "trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 64}}\n"
@@ -76,11 +75,7 @@ def test_enable_and_disable_by_path_and_by_recipe(stub, path):
         on = session.enable(recipe)
         assert on.active
         assert stub.step(1) == 20
-        assert {(s.row.name, s.state) for s in on.table()} == {
-            ("step", "applied"),
-            ("run", "applied"),
-            ("late", "pending"),
-        }
+        assert {s.row.name: s.state for s in on.table()} == {"step": "applied", "run": "applied", "late": "pending"}
         on.disable()
         assert not on.active
         assert stub.step is stub.ORIGINALS["step"]
@@ -152,20 +147,16 @@ def test_a_wrong_recipe_switches_nothing_on(stub, tmp_path):
 # Every order, in processes of their own. H: import the host, S: import a script that copies its names, E and D.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("longest", [3, pytest.param(4, marks=pytest.mark.full)])
-def test_every_order_on_a_stub_host(longest, host_folder, path):
-    """And some of those that are longer by a verb."""
-    orders = ["".join(verbs) for n in range(1, longest + 1) for verbs in itertools.product("HSED", repeat=n)]
-    longer = ["".join(verbs) for verbs in itertools.product("HSED", repeat=longest + 1)]
-    orders += random.Random(0).sample(longer, 20 if longest == 3 else 100)
-    _survive("stub", [o for o in orders if "EE" not in o.replace("H", "").replace("S", "")], host_folder, path)
+@pytest.mark.parametrize("longest", [3, only_full(4)])
+def test_every_order_on_a_stub_host(longest, host_folder, path, scripted):
+    orders = ["".join(verbs) for verbs in itertools.product("HSED", repeat=longest)]
+    orders = [f"{order}D" for order in orders if "EE" not in order.replace("H", "").replace("S", "")]
+    _survive(scripted, "stub", orders, host_folder, path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_orders_on_the_real_megatron(every, tmp_path):
+@pytest.mark.parametrize("every", [False, only_full(True)])
+def test_orders_on_the_real_megatron(every, tmp_path, scripted):
     (tmp_path / "userscript.py").write_text(
         "from megatron.core.pipeline_parallel import get_forward_backward_func\n"
         "from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as renamed\n"
@@ -174,41 +165,29 @@ def test_orders_on_the_real_megatron(every, tmp_path):
     path.write_text(RECIPE.replace("deepspeed", "megatron"))
     # Without Triton newer versions cannot be imported before the bridge is there.
     alone = not no_triton() or Version(listed_version("megatron-core") or "0") < Version("0.18")
-    orders = ["ESDED", "HESDED", "EDS", "HSED"] if alone else ["ESDED", "ESD"]
-    _survive("megatron", orders if every else orders[:1], tmp_path, path)
+    orders = ["ESDED", "EDSD", *(["HESDED", "HSED"] if alone else [])]
+    _survive(scripted, "megatron", orders if every else orders[:1], tmp_path, path)
 
 
-def _survive(host: str, orders: list[str], folder: Path, recipe: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, host, str(folder), str(recipe), *orders],
-        capture_output=True,
-        text=True,
-        timeout=850,
-        check=False,
-    )
+def _survive(scripted, host: str, orders: list[str], folder: Path, recipe: Path) -> None:
+    done = scripted("torch", folder, Path(__file__), host, folder, recipe, *orders)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.split()[-2:] == [str(len(orders)), "orders"]
+    ran = [word for word in done.stdout.split() if set(word) <= set("HSED")]
+    assert sorted(ran) == sorted(orders)
 
 
-def _run(host: str, recipe: str, order: str) -> None:
-    """Run the verbs one by one and look at every row's symbol after each."""
+def _run(verb: str, host: str, recipe: str, originals: dict) -> None:
+    """Run a verb and look at every row's symbol after it."""
     main, script = {"stub": ("stubhost.core", "stubscript"), "megatron": ("megatron.core", "userscript")}[host]
-    on, originals = False, {}
-    for verb in order:
-        if verb in "HS":
-            importlib.import_module(main if verb == "H" else script)
-        elif verb == "E":
-            if not on:
-                _remember(originals)
-            session.enable(recipe)
-            on = True
-        else:
-            session.disable()
-            on = False
-        _look(originals, on)
-    session.disable()
-    _look(originals, on=False)
-    assert not any(isinstance(finder, ImportHook) for finder in sys.meta_path)
+    if verb in "HS":
+        importlib.import_module(main if verb == "H" else script)
+    elif verb == "E":
+        _look(originals)
+        session.enable(recipe)
+    else:
+        session.disable()
+        assert not any(isinstance(finder, ImportHook) for finder in sys.meta_path)
+    _look(originals)
 
 
 def _targets() -> dict[str, str]:
@@ -221,31 +200,22 @@ def _raw(target: str):
     """The raw value of a row's symbol; None while its module is not loaded. Imports nothing."""
     module, _, path = target.partition(":")
     holder = sys.modules.get(module)
-    *parents, name = path.split(".")
-    for part in parents:
+    for part in path.split("."):
         holder = None if holder is None else vars(holder)[part]
-    return None if holder is None else vars(holder)[name]
+    return holder
 
 
-def _remember(originals: dict) -> None:
-    for name, target in _targets().items():
-        if (value := _raw(target)) is not None:
-            originals.setdefault(name, value)
-
-
-def _look(originals: dict, on: bool) -> None:
-    from evenload.patches.wrapping import PatchedFunction
-
+def _look(originals: dict) -> None:
+    """While a session is on all symbols are patched, else they are the originals, by identity."""
+    on = session._session is not None
     for name, target in _targets().items():
         value = _raw(target)
         if value is None:
             continue
         assert isinstance(value, PatchedFunction) == on, f"{target} is {value}"
-        if on:
-            assert value.__wrapped__ is originals.setdefault(name, value.__wrapped__)
-            assert not isinstance(value.__wrapped__, PatchedFunction)
-        else:
-            assert value is originals.setdefault(name, value)
+        bare = value.__wrapped__ if on else value
+        assert not isinstance(bare, PatchedFunction)
+        assert bare is originals.setdefault(name, bare)
     if user := sys.modules.get("userscript"):
         schedules = sys.modules["megatron.core.pipeline_parallel.schedules"]
         package = sys.modules["megatron.core.pipeline_parallel"]
@@ -256,19 +226,6 @@ def _look(originals: dict, on: bool) -> None:
         assert user.f is sys.modules["stubhost.late"].f
 
 
-def _survives(host: str, recipe: str, order: str) -> bool:
-    child = os.fork()
-    if child == 0:
-        try:
-            _run(host, recipe, order)
-            os._exit(0)
-        except BaseException:
-            print(f"order {order}", flush=True)
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(child, 0)[1] == 0
-
-
 if __name__ == "__main__":
     name, folder, recipe_path, *all_orders = sys.argv[1:]
     sys.path.insert(0, folder)
@@ -276,8 +233,5 @@ if __name__ == "__main__":
     if name == "stub":
         sys.modules["stubpatches"] = Stub  # type: ignore[assignment]
         TRAINERS["deepspeed"] = STUBBED
-    else:
-        import torch  # noqa: F401  # once, before the forks
-    failed = [order for order in all_orders if not _survives(name, recipe_path, order)]
-    print(*failed, len(all_orders), "orders")
-    sys.exit(bool(failed))
+    found: dict = {}
+    sys.exit(not walk(all_orders, lambda verb: _run(verb, name, recipe_path, found)))

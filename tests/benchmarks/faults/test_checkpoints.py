@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+import evenload
 import pytest
 
-FAULTS = Path(__file__).parents[3] / "benchmarks" / "faults"
-RECIPE = FAULTS.parents[1] / "recipes" / "quickstart.yaml"
+RECIPE = f"{evenload.__path__[0]}/recipes/quickstart.yaml"
 SIZES = ("model.num_layers=1", "model.hidden_size=64", "data.max_length=256", "train.global_batch_size=2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "rows"),
     [
@@ -20,12 +16,9 @@ SIZES = ("model.num_layers=1", "model.hidden_size=64", "data.max_length=256", "t
         (("--background",), {"step", "save, foreground", "save, background"}),
     ],
 )
-def test_every_row_is_a_time(options, rows, scripted, tmp_path):
-    words = (RECIPE, *SIZES, *options, "--repeats", 1, "--out", "result.json")
+def test_every_row_is_a_time(options, rows, benchmark, tmp_path):
     here = f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n"
-    done = scripted("megatron", tmp_path, FAULTS / "checkpoints.py", *words, planted=here)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = benchmark("faults/checkpoints.py", RECIPE, *SIZES, *options, "--repeats", 1, planted=here)
     assert result["seconds"].keys() == rows
     assert all(len(times) == 1 or name == "step" for name, times in result["all"].items())
     assert 0 < min(result["seconds"].values()) <= max(result["seconds"].values()) < 60

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.cases import only_full
+from harness.cases import full, only_full
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -19,29 +19,21 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 @pytest.fixture
 def drill(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules of benchmarks/faults/drill, which have plain names."""
-    names = ("cases", "plant", "runs", "warm")
     monkeypatch.syspath_prepend(str(BENCHMARKS / "faults" / "drill"))
     import runs
 
     yield runs
-    for name in names:
+    for name in ("cases", "plant", "runs", "warm"):
         sys.modules.pop(name, None)
+
+
+GONE = "evenload: rank 1 of 2 is gone: killed by SIGKILL in 'update'"
 
 
 def row_of(case: Any, **changes: Any) -> dict[str, Any]:
     """What a job leaves that ended as it should."""
-    row = {
-        "mark": "update",
-        "seconds": 1.5,
-        "code": 1 if case.ends else 0,
-        "messages": [f"evenload: rank {case.victim} of 2 is gone: killed by SIGKILL in 'update'"] if case.ends else [],
-        "orphans": [],
-        "resumed": 0,
-        "lost": 0,
-        "repeated": 0,
-        "loss_apart": 0.0,
-    }
-    return {**row, **changes}
+    row = {"mark": "update", "seconds": 1.5, "code": int(case.ends), "messages": [GONE] if case.ends else []}
+    return {**row, "orphans": [], "loss_apart": 0.0, **dict.fromkeys(("resumed", "lost", "repeated"), 0), **changes}
 
 
 def case_of(runs: Any, how: str, phase: str = "update") -> Any:
@@ -57,9 +49,9 @@ def case_of(runs: Any, how: str, phase: str = "update") -> Any:
         ({"code": 2}, "exit code 2"),
         ({"code": 0}, "exit code 0"),
         ({"messages": []}, "0 messages"),
-        ({"messages": ["evenload: rank 1 of 2 is gone: killed by SIGKILL in 'update'"] * 2}, "2 messages"),
-        ({"messages": ["evenload: rank 0 of 2 is gone: killed by SIGKILL in 'update'"]}, "another rank"),
-        ({"messages": ["evenload: rank 1 of 2 is gone: killed by SIGKILL in 'forward'"]}, "another phase"),
+        ({"messages": [GONE] * 2}, "2 messages"),
+        ({"messages": [GONE.replace("rank 1", "rank 0")]}, "another rank"),
+        ({"messages": [GONE.replace("update", "forward")]}, "another phase"),
         ({"orphans": ["python converter.py"]}, "orphans"),
         ({"resumed": 1}, "resume failed"),
         ({"lost": 1}, "samples lost"),
@@ -70,7 +62,7 @@ def case_of(runs: Any, how: str, phase: str = "update") -> Any:
 )
 def test_whatever_is_not_as_it_should_be_is_listed(drill: Any, changes: dict[str, Any], fault: str) -> None:
     case = case_of(drill, "kill")
-    assert list(drill.faults_of(case, row_of(case))) == []
+    assert drill.faults_of(case, row_of(case)) == []
     assert any(fault in text for text in drill.faults_of(case, row_of(case, **changes)))
 
 
@@ -78,7 +70,7 @@ def test_a_slow_rank_must_change_nothing(drill: Any) -> None:
     case = case_of(drill, "slow")
     assert drill.faults_of(case, row_of(case)) == []
     assert drill.faults_of(case, row_of(case, code=1)) == ["exit code 1"]
-    assert drill.faults_of(case, row_of(case, messages=["evenload: rank 1 of 2 is gone"])) == ["a message"]
+    assert drill.faults_of(case, row_of(case, messages=[GONE])) == ["a message"]
 
 
 def test_a_job_that_is_told_to_end_keeps_the_step_that_ran(drill: Any) -> None:
@@ -129,8 +121,8 @@ def test_jobs_that_fail_end_with_one_message_and_lose_nothing(only: str, cases: 
     assert [row for row in rows if row["faults"]] == []
 
 
+@full
 @pytest.mark.slow
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_job_whose_second_host_is_lost_says_so_and_goes_on_with_the_first(tmp_path: Path) -> None:
     sys.path.append(str(BENCHMARKS / "faults" / "hosts"))

@@ -14,12 +14,17 @@ from typing import Any
 import pytest
 from evenload.api import load_recipe
 from evenload.benchmarks.gpu import stages
-from evenload.core.errors import EvenloadError
 from harness.cases import full
 
 GPU = Path(stages.__file__).parent
 SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapters", "decode", "transformer_engine")
 Measured = Callable[..., Any]
+
+
+@pytest.fixture
+def measured(ran: Callable[..., Any]) -> Measured:
+    """What a script of this folder prints on the CPU."""
+    return lambda name, *words: json.loads(ran(f"gpu/{name}.py", *words, "--json").stdout)
 
 
 def test_a_dry_run_prints_every_stage_and_does_nothing(tmp_path: Path) -> None:
@@ -33,7 +38,7 @@ def test_a_dry_run_prints_every_stage_and_does_nothing(tmp_path: Path) -> None:
 
 def test_every_stage_asks_for_something_that_exists() -> None:
     """Recipes and overrides are accepted, scripts are there, and the GPU tests are found."""
-    asked = set()
+    found = set()
     for stage in stages.stages():
         words = [word for word in stage.arguments if word != "-P"]
         if words[:3] == ["-m", "evenload", "doctor"]:
@@ -43,19 +48,14 @@ def test_every_stage_asks_for_something_that_exists() -> None:
             overrides = [w for w in words[4:] if "=" in w and not w.startswith("-")]
             recipe = load_recipe(words[3], overrides)
             assert recipe.min_world_size == 1
-            asked.add((words[2], recipe.trainer, recipe.train.dtype))
+            found.add((words[2], recipe.trainer))
         elif words[0] != "-m":
             assert Path(words[0]).is_file()
-            asked.add((Path(words[0]).name, "", ""))
-    assert {(verb, trainer) for verb, trainer, _ in asked} == {
-        ("verify", "megatron"),
-        ("verify", "deepspeed"),
-        ("bench", "megatron"),
-        ("bench", "deepspeed"),
+            found.add((Path(words[0]).name, ""))
+    assert found == {
+        *((verb, trainer) for verb in ("verify", "bench") for trainer in ("megatron", "deepspeed")),
         *((f"{name}.py", "") for name in SCRIPTS),
     }
-    with pytest.raises(EvenloadError):
-        load_recipe(GPU.parents[1] / "recipes" / "gpu-node.yaml", ["parallel.dpp=1"])
     assert "tests/integrations/megatron/test_gpu.py" in stages.gpu_tests()
 
 
@@ -76,20 +76,10 @@ def test_a_stage_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
     assert row["timed_out"]
     assert row["exit_code"] is None
     assert time.monotonic() - began < 50
-    assert dies_within(30, int(row["result"]))
-
-
-def dies_within(seconds: float, process: int) -> bool:
-    """A killed process may still have to be scheduled once to end."""
-    state, end = Path(f"/proc/{process}/stat"), time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if state.read_text().split()[2] == "Z":
-                return True
-        except OSError:
-            return True
+    state, end = Path(f"/proc/{int(row['result'])}/stat"), time.monotonic() + 30
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < end
         time.sleep(0.05)
-    return False
 
 
 def test_only_lacking_wheels_are_installed(tmp_path: Path) -> None:
@@ -114,24 +104,14 @@ def test_the_page_and_the_costs_of_the_card_are_kept(tmp_path: Path, monkeypatch
     assert (tmp_path / "gpu.md").read_text() == "# page\n"
 
 
-@pytest.fixture
-def measured(ran: Callable[..., Any]) -> Measured:
-    """What a script of this folder prints on the CPU."""
-    return lambda name, *words: json.loads(ran(f"gpu/{name}.py", *words, "--json").stdout)
-
-
-@pytest.mark.slow
 def test_attention_is_measured_against_float64(measured: Measured) -> None:
-    result = measured("attention", "--device", "cpu", "--tokens", "128")
-    assert {row["kernel"] for row in result["rows"]} == {"sdpa"}
-    assert len(result["rows"]) == 4
-    for row in result["rows"]:
-        assert "failed" not in row
+    rows = measured("attention", "--device", "cpu", "--tokens", "128")["rows"]
+    assert [row["kernel"] for row in rows] == ["sdpa"] * 4
+    for row in rows:
         assert max(row["error"].values()) < 1e-5
         assert row["forward_ms"] > 0
 
 
-@pytest.mark.slow
 def test_slices_are_measured_with_every_kernel_there_is(measured: Measured) -> None:
     result = measured("slices", "--tiny", "--tokens", "320", "--slices", "4")
     ran = {row["kernel"] for row in result["attention"] if "error" in row}
@@ -143,13 +123,11 @@ def test_slices_are_measured_with_every_kernel_there_is(measured: Measured) -> N
     assert all(row["grad_rel_err"] < 1e-5 and row["tokens_per_s"] > 0 for row in run["rows"])
 
 
-@pytest.mark.slow
 def test_slices_start_nothing_when_time_is_up(measured: Measured) -> None:
     (run,) = measured("slices", "--tiny", "--tokens", "320", "--limit", "0")["sequences"]
     assert {row["failed"] for row in run["rows"]} == {"no time left"}
 
 
-@pytest.mark.slow
 def test_the_places_of_a_ring_are_measured_with_every_engine(measured: Measured) -> None:
     result = measured("ring", "--tiny", "--tokens", "128", "--places", "3")
     shared = {(row["engine"], row["places"]) for row in result["errors"]}
@@ -166,7 +144,6 @@ def test_the_places_of_a_ring_are_measured_with_every_engine(measured: Measured)
     assert set(ring["all_over_whole"]) == set(ring["busiest_over_mean"]) == {"F", "B"}
 
 
-@pytest.mark.slow
 def test_offload_is_measured_share_by_share(measured: Measured) -> None:
     result = measured("offload", "--tiny", "--tokens", "128", "--shares", "0.5,1")
     first, *rows, last = result["rows"]
@@ -182,7 +159,6 @@ def test_offload_is_measured_share_by_share(measured: Measured) -> None:
 
 
 @full
-@pytest.mark.slow
 def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(measured: Measured) -> None:
     rows = measured("chunks", "--tiny", "--tokens", "512")["rows"]
     assert [row["recomputed"] for row in rows] == ["0 of 2", "1 of 2", "2 of 2", "graded"]
@@ -190,21 +166,17 @@ def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(measured: Me
     assert max(abs(row["bytes_error"]) for row in rows) < 0.15
     for name in ("predicted_bytes", "measured_bytes"):
         none, some, all_, graded = (row[name] for row in rows)
-        assert none > some > all_
-        assert none > graded > all_
+        assert none > max(some, graded) >= min(some, graded) > all_
     none, some, all_, graded = (row["predicted_s"] for row in rows)
-    assert none <= some <= all_, "by costs that were measured on a machine however busy"
-    assert none <= graded <= all_
+    assert none <= min(some, graded) <= max(some, graded) <= all_, "by costs of a machine however busy"
 
 
-@pytest.mark.slow
 def test_experts_are_multiplied_with_copies(measured: Measured) -> None:
     result = measured("experts", "--tiny")
-    assert all(row["each_error"] < 1e-6 and row["grouped_error"] < 1e-6 for row in result["products"])
+    assert all(max(row["each_error"], row["grouped_error"]) < 1e-6 for row in result["products"])
     assert "fetch" not in result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rounds"), [("fp32", 1e-6), ("bf16", 1e-2)])
 def test_adapters_are_as_exact_as_a_textbook_has_them(measured: Measured, dtype: str, rounds: float) -> None:
     rows = measured("adapters", "--tiny", "--dtype", dtype)["rows"]
@@ -216,13 +188,11 @@ def test_adapters_are_as_exact_as_a_textbook_has_them(measured: Measured, dtype:
         assert 0 < row["error"]["evenload"] < 1.5 * row["error"]["loop"]
 
 
-@pytest.mark.slow
 def test_decode_kernels_are_measured_against_float64(measured: Measured) -> None:
     result = measured("decode", "--tiny")
     assert [(row["kernel"], row["rows"]) for row in result["rows"]] == [("torch", "even"), ("torch", "heavy tail")]
     assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in result["rows"])
-    assert result["tokens_per_s"].keys() == {"evenload"}
-    assert result["tokens_per_s"]["evenload"] > 0
+    assert [name for name, rate in result["tokens_per_s"].items() if rate > 0] == ["evenload"]
 
 
 @pytest.mark.parametrize("name", ["slices", "chunks", "ring", "offload", "experts", "adapters", "decode"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -11,18 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from evenload.benchmarks.lora import at_once, bare, lora_ranks, sweep, together
+from evenload.benchmarks.lora import at_once, lora_ranks, sweep, together
 from harness.cases import full
-from rich.console import Console
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-
-
-def shown(table: Any) -> str:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(table)
-    return console.file.getvalue()
 
 
 def test_a_tenant_has_the_same_samples_alone_and_in_company() -> None:
@@ -38,22 +29,20 @@ def test_a_tenant_has_the_same_samples_alone_and_in_company() -> None:
     assert not np.array_equal(batch.lengths, lora_ranks.batch_of(4, [1, 2, 5], 4, 512).lengths)
 
 
-@pytest.mark.slow
 def test_tenants_together_lose_what_each_loses_alone(ran: Any) -> None:
     words = ("--layout", "pp2", "--samples", "2", "--tenants", "3", "--steps", "2", "--longest", "64")
     (case,) = json.loads(ran("lora/together.py", *words, ranks=2).stdout)["cases"]
     assert case["apart"] < 1e-5
     assert min(case["tokens_per_s"].values()) > 0
     assert [row["step"] for row in case["rows"]] == [1, 2]
-    # One step of all costs no more than a step of each, predicted.
-    assert case["predicted"] >= 1.0
+    assert case["predicted"] >= 1.0, "one step of all costs no more than a step of each"
     for row in case["rows"]:
         assert len(row["losses"]["together"]) == 3
         assert all(4 < loss < 7 for loss in row["losses"]["together"])
 
 
+@full
 @pytest.mark.slow
-@pytest.mark.full
 def test_a_job_each_takes_a_base_each(tmp_path: Path) -> None:
     """By torchrun, three times."""
     words = ("--samples", "2", "--tenants", "2", "--steps", "2", "--repeats", "1", "--longest", "64", "--json")
@@ -68,31 +57,26 @@ def test_a_job_each_takes_a_base_each(tmp_path: Path) -> None:
     assert min(one["tokens_per_s"], each["tokens_per_s"]) > 0
 
 
-@pytest.mark.slow
 def test_adapters_are_timed_over_the_bare_base(benchmark: Any) -> None:
     result = benchmark("lora/bare.py", "--tenants", "1,2", "--samples", "4", "--steps", "6", "--longest", "64")
     assert list(result["variants"]) == ["bare", "1", "2"]
     for name, own in result["variants"].items():
-        assert own["passes"]["median"] > 0
         assert own["seconds"]["over"]["steps"] == 6
         assert (own["passes"]["over"]["median"] > 1.0) is (name != "bare")
 
 
 @full
-@pytest.mark.slow
 def test_a_sweep_trains_less_than_all_of_its_trials(
     forged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     samples = [json.dumps({"prompt": "a" * k, "completion": " b" * k}) for k in range(3, 23)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(samples) + "\n")
-    data = {"source": str(tmp_path / "pairs.jsonl"), "max_length": 64}
-    fields = {
-        "data": data,
-        "train": {"steps": 4, "batch_size": 2},
-        "evaluate": {"source": data["source"], "every": 1},
-        "sweep": {"train.lr": [1e-9, 1e-2], "halve_every": 2},
-    }
-    (tmp_path / "swept.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    (tmp_path / "swept.yaml").write_text(f"""
+        data: {{source: {tmp_path}/pairs.jsonl, max_length: 64}}
+        train: {{steps: 4, batch_size: 2}}
+        evaluate: {{source: {tmp_path}/pairs.jsonl, every: 1}}
+        sweep: {{train.lr: [1.0e-9, 1.0e-2], halve_every: 2}}
+    """)
 
     def run(folder: Path) -> Any:
         words = (f"plugins.lora.tenants={folder / 'tenants'}", f"plugins.lora.out={folder / 'out'}", "--json")
@@ -115,28 +99,16 @@ def test_keys_of_a_swept_file_are_changed_one_by_one() -> None:
     assert fields["train"] == {"steps": 64}
 
 
-def test_tables_say_what_is_faster_and_by_how_much() -> None:
+def test_tables_say_what_is_faster_and_by_how_much(shown: Any) -> None:
     over = {"steps": 20, "of_totals": 1.3, "median": 1.31, "interval": [1.2, 1.4]}
     rates = {"together": 20000.0, "one after another": 15000.0}
     case = {"samples": 4, "tenants": 4, "tokens_per_s": rates, "over": over, "predicted": 1.38, "apart": 1e-8}
     text = shown(together.table({"layout": "dp2", "cases": [case], "host": {"device": "cpu"}}))
     assert all(word in text for word in ("4 x 4", "20,000", "15,000", "1.31x", "1.20 .. 1.40", "1.38x", "1e-08"))
-    variants = {
-        "one job": {"start_s": 9.0, "tokens_per_s": 12000.0, "own_bytes": 2.0**30},
-        "a job each": {"start_s": 20.0, "tokens_per_s": 11900.0, "own_bytes": 3.0 * 2**30},
-    }
-    lines = shown(at_once.table({"samples": 8, "apart": 2e-9, "variants": variants})).splitlines()
-    assert any("one job" in line and "12,000" in line and "1 GiB" in line for line in lines)
-    assert any("a job each" in line and "11,900" in line and "3 GiB" in line for line in lines)
-    rows = [{"tokens": 100, "passes": {"bare": 1.0, "4": 1.25}, "seconds": {"4": 1.5, "bare": 1.2}} for _ in range(7)]
-    result = {"variants": bare.summary(rows), "rows": rows, "host": {"device": "cpu"}}
-    first, second = (
-        line for line in shown(bare.table(result)).splitlines() if "base" in line[:14] or "tenants" in line[:14]
-    )
-    assert "x" not in first
-    assert "1.25x" in second
+    one, each = ({"start_s": 9.0, "tokens_per_s": 12000.0 / n, "own_bytes": n * 2.0**30} for n in (1, 3))
+    text = shown(at_once.table({"samples": 8, "apart": 2e-9, "variants": {"one job": one, "a job each": each}}))
+    assert all(word in text for word in ("12,000", "1 GiB", "4,000", "3 GiB"))
     winners = {"winner": "a.r=4", "loss": 6.5, "steps": 30, "train_s": 2.0, "all_s": 10.0}
     runs = [{"halving": winners, "full": {**winners, "steps": 64, "train_s": 5.0, "all_s": 14.0}}]
     text = " ".join(shown(sweep.table({"file": "a.yaml", "runs": runs})).split())
     assert "faster by 2.50x, start and evaluations with it 1.40x" in text
-    assert text.count("a.r=4") == 2

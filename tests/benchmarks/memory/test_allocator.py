@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -98,9 +97,8 @@ def test_no_block_lies_on_another_and_all_that_is_freed_comes_back(
     assert device.reserved == 0
 
 
-@pytest.mark.slow
-def test_packs_leave_fewer_holes_than_ragged_samples(ran: Callable[..., Any]) -> None:
-    result = json.loads(ran("memory/fragmentation.py", *SMALL, "--json").stdout)
+def test_packs_leave_fewer_holes_than_ragged_samples(benchmark: Callable[..., Any]) -> None:
+    result = benchmark("memory/fragmentation.py", *SMALL)
     rows = result["rows"]
     over = {}
     for row in rows:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-pytestmark = pytest.mark.slow
 SCRIPT = ("memory/memory.py", "--tokens", "1024")
 
 
-def test_slices_hold_a_fraction_at_equal_gradients(ran, tmp_path):
-    assert "of whole" in ran(*SCRIPT, "--out", "memory.json", folder=tmp_path).stdout
-    result = json.loads((tmp_path / "memory.json").read_text())
+def test_slices_hold_a_fraction_at_equal_gradients(benchmark):
+    result = benchmark(*SCRIPT)
     rows = {r["variant"]: r for r in result["rows"]}
     assert list(rows) == ["whole", "recomputed", "sliced", "sliced, replayed"]
     assert all(row["grad_rel_err"] < 1e-5 and row["loss_rel_err"] < 1e-6 for row in rows.values())
@@ -25,8 +21,8 @@ def test_slices_hold_a_fraction_at_equal_gradients(ran, tmp_path):
         assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.06), row["variant"]
 
 
-def test_more_slices_kept_hold_more(ran):
-    result = json.loads(ran(*SCRIPT, "--slices", "8", "--keep", "4", "--dtype", "fp64", "--json").stdout)
+def test_more_slices_kept_hold_more(benchmark):
+    result = benchmark(*SCRIPT, "--slices", "8", "--keep", "4", "--dtype", "fp64")
     rows = {r["variant"]: r for r in result["rows"]}
     assert 0.4 < rows["sliced, replayed"]["peak_bytes"] / rows["sliced"]["peak_bytes"] < 0.7
     assert max(row["grad_rel_err"] for row in rows.values()) < 1e-9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 from evenload.benchmarks.published import lengths
-
-pytestmark = pytest.mark.slow
 
 SLACK = 1.03
 """evenload's planner weighs compute alone, the steps here hold communication too."""
@@ -36,28 +33,21 @@ def test_a_claim_stands_beside_both_baselines(name: str, result_of: Run) -> None
     result = result_of(name)
     assert result["rows"]
     for row in result["rows"]:
-        assert row["paper"]
-        assert row["lengths"]
-        assert row["definition"].startswith("theirs:")
+        assert all(row[key] for key in ("paper", "lengths", "definition"))
         theirs, simple, ours = (row[side]["step_s"] for side in ("theirs", "simple", "ours"))
         assert row["gain"] == pytest.approx(theirs / ours)
         assert row["gain_over_simple"] == pytest.approx(simple / ours)
-        assert simple <= theirs  # the strongest of all is at least as fast as the paper's
-        assert ours <= theirs * SLACK
-        assert ours <= simple * SLACK
+        assert ours / SLACK <= simple <= theirs, "the strongest of all is at least as fast as the paper's"
         assert all(0 < row[side]["peak_bytes"] <= 8e10 for side in ("theirs", "simple", "ours"))
 
 
 def test_chunks_gain_over_one_sequence_a_micro_batch(result_of: Run) -> None:
-    """ChunkFlow's own method, and evenload no slower than it."""
+    """ChunkFlow's own method, and evenload no slower than it; padding costs."""
+    (row,) = result_of("hydraulis")["rows"]
+    assert row["more"]["padded"]["gain"] < 1
     (row,) = result_of("chunkflow")["rows"]
     assert row["more"]["chunks"]["gain"] > 1.5
     assert row["ours"]["step_s"] <= row["more"]["chunks"]["step_s"] * SLACK
-
-
-def test_padding_costs(result_of: Run) -> None:
-    (row,) = result_of("hydraulis")["rows"]
-    assert row["more"]["padded"]["gain"] < 1
 
 
 def test_wlb_llm_evens_micro_batches(result_of: Run) -> None:
@@ -66,8 +56,7 @@ def test_wlb_llm_evens_micro_batches(result_of: Run) -> None:
     assert set(variants) == {"theirs", "whole", "slices", "ours", "delay 4"}
     assert variants["theirs"]["imbalance"] > 1.1
     assert variants["slices"]["imbalance"] < 1.05
-    assert variants["ours"]["tokens_per_s"] == max(variants["slices"]["tokens_per_s"], variants["ours"]["tokens_per_s"])
-    assert row["gain"]["theirs"] == 1
+    assert variants["ours"]["tokens_per_s"] >= variants["slices"]["tokens_per_s"]
     for name, variant in variants.items():
         gain = variant["tokens_per_s"] / variants["theirs"]["tokens_per_s"]
         assert row["gain"][name] == pytest.approx(gain)
@@ -171,18 +160,6 @@ def test_laer_is_not_ahead_under_the_same_costs(result_of: Run) -> None:
     assert rows[0]["even_s"] == pytest.approx(3 * 32 * 16 * 6.1e-3 + 0.3, abs=0.1)
 
 
-def test_the_table_says_what_is_predicted_and_where_lengths_are_from(ran: Callable[..., Any]) -> None:
-    said = ran("published/chunkflow.py", "--quick").stdout
-    assert all(word in said for word in ("predicted", "4.53x", "sft-like", "guessed"))
-
-
-def test_a_file_of_lengths_takes_the_place_of_the_stand_in(ran: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "wikipedia.txt").write_text("\n".join(str(40 + 37 * i % 4000) for i in range(600)))
-    done = ran("published/flexsp.py", "--quick", "--wikipedia", "wikipedia.txt", "--json", folder=tmp_path)
-    (row,) = json.loads(done.stdout)["rows"]
-    assert row["lengths"] == "Wikipedia (real)"
-
-
 def test_stand_ins_meet_the_published_fractions() -> None:
     k = 1024
 
@@ -206,14 +183,16 @@ def test_stand_ins_meet_the_published_fractions() -> None:
     assert lengths.drawn("wikipedia-like", 400_000).mean() == pytest.approx(1004, rel=0.05)
 
 
-def test_draws_are_a_function_of_their_arguments() -> None:
+def test_draws_are_a_function_of_their_arguments_and_a_file_takes_their_place(tmp_path: Path) -> None:
     first = lengths.drawn("github-like", 100)
     assert (first == lengths.drawn("github-like", 100)).all()
     assert (first != lengths.drawn("github-like", 100, seed=5)).any()
-    label, kept = lengths.corpus("github-like", 1000, 16384)
-    assert label == "github-like"
-    assert len(kept) == 1000
-    assert kept.max() <= 16384
+    (tmp_path / "wikipedia.txt").write_text("\n".join(str(40 + 37 * i % 20000) for i in range(600)))
+    for name in ("github-like", "wikipedia-like"):
+        label, kept = lengths.corpus(name, 1000, 16384, tmp_path / "wikipedia.txt")
+        assert label == ("Wikipedia (real)" if name == "wikipedia-like" else name)
+        assert len(kept) == 1000
+        assert kept.max() <= 16384
 
 
 def test_shares_of_tokens_agree_with_draws() -> None:

@@ -1,0 +1,56 @@
+"""Benchmarks of generation, on few tokens of a model that has learned nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from evenload.benchmarks.generation import collect, throughput
+from harness.cases import full
+
+
+def test_a_row_for_each_number_of_slots(benchmark):
+    words = ("--trainers", "megatron", "--slots", "1", "3", "--prompt", "8", "--tokens", "4", "--repeats", "1")
+    rows = benchmark("generation/decode.py", *words)["rows"]
+    assert [(row["slots"], row["trainer"]) for row in rows] == [(1, "megatron"), (3, "megatron")]
+    for row in rows:
+        assert row["step"] > row["model"] > row["products"] > 0
+        assert min(row["packing"], row["by_packs"]) > 0
+    assert rows[0]["over_one_slot"] == 1.0
+
+
+@full
+def test_a_row_for_each_rule_and_less_work_where_the_first_is_kept(forged, monkeypatch, tmp_path, capsys):
+    """Its commands are run in forks."""
+
+    def run(folder, *words):
+        done = forged(folder, *words, "--json")
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout), 1.0
+
+    monkeypatch.setattr(collect, "run", run)
+    monkeypatch.setattr(sys, "argv", ["collect.py", "--quick", "--json", "--folder", str(tmp_path / "c")])
+    collect.main(collect.arguments(), collect.benchmark, collect.table)
+    whole, first = json.loads(capsys.readouterr().out)["rows"]
+    assert (whole["rule"], first["rule"]) == ("all of 2", "1 of 2")
+    assert first["tokens"] <= whole["tokens"]
+    assert first["kept_tokens"] <= whole["kept_tokens"]
+    assert (whole["collected"], first["collected"]["kept"]) == (None, 3)
+
+
+@full
+@pytest.mark.slow
+def test_every_variant_makes_the_samples_that_are_asked_for(tmp_path):
+    command = [sys.executable, "-P", throughput.__file__, "--quick", "--trainers", "deepspeed", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["variant"] for row in rows] == ["groups", "spread", "deepspeed", "padded", "continuous"]
+    for row in rows:
+        assert row["samples"] == 4 * 2
+        assert row["samples"] <= row["tokens"] <= row["samples"] * 12
+        assert row["longest"] <= 12
+        assert row["rate"] > 0
+    assert rows[0]["tokens"] == rows[1]["tokens"]
