@@ -91,7 +91,7 @@ Decision = Literal["places", "orders", "shares", "groups"]
 
 places      micro-batches of the bare sequences; other planners of steps rearrange those of a lawful plan
 orders      in which order each stage runs, so a host that is not ours must let go of its own schedule
-shares      on how many ranks a sequence runs, so that there is no ``parallel.cp`` beside it
+shares      on how many ranks a sequence runs, so a recipe sets no ``parallel.cp`` with it
 groups      sequences of a group stay together, and ranks get equal counts of them, where the limits ask for it
 """
 
@@ -186,7 +186,7 @@ class Plugin:
     """Plugins of one place run in ascending ``stage``."""
     config: type[PluginConfig]
     clashes: tuple[str, ...] = ()
-    """Names of plugins that cannot be enabled beside this one."""
+    """Names of plugins that cannot be enabled together with this one."""
     shown: Shown = Shown()
     needs: Needs = Needs()
     baselines: Baselines = Baselines()
@@ -244,14 +244,17 @@ class SlicePlugin(Plugin):
 
     plan: Planner
     adapts: bool = False
-    """The model stays as it is, and adapters of tenants are trained beside it."""
+    """The model is frozen, and adapters of tenants are trained on it."""
 
 
 _plugins: dict[str, Plugin] = {}
 
 
 def register(plugin: Plugin) -> Plugin:
-    """Add a plugin under its name. Raises EvenloadError if another one has it."""
+    """Add a plugin under its name. Raises EvenloadError if another one has it, or if it says nothing that is asked."""
+    if not isinstance(plugin, StepPlugin | LayerPlugin | DataPlugin | SlicePlugin):
+        kinds = "StepPlugin, LayerPlugin, DataPlugin or SlicePlugin"
+        raise EvenloadError(f"the plugin '{plugin.name}' is of no kind", type(plugin).__name__, f"make it a {kinds}")
     known = _plugins.get(plugin.name)
     if known is not None and known is not plugin:
         raise EvenloadError(

@@ -423,18 +423,15 @@ class PlanChain:
         """The baselines that are planned for a batch of this size; those of layers, whose loads lengths do not tell,
         are not among them."""
         size = len(batch) * self.limits.num_ranks
-        padded, rows = self.caps.padded, self._rows
+        rows: dict[str, Baseline] = {}
+        for plugin, _ in self.links:
+            rows = {**plugin.baselines.rows, **rows}
+        padded = self.caps.padded
         names = [name for name in self.baseline_names if name in rows or self.offer(name) is None]
         if purpose == "tried":
             names = [name for name in names if name not in rows or rows[name].padded == padded]
         largest = {name: sizes for name, row in rows.items() if (sizes := row.sizes)}
         return tuple(n for n in names if n not in largest or size <= getattr(largest[n], purpose))
-
-    @property
-    def _rows(self) -> dict[str, Baseline]:
-        """Baselines of planners of steps by name, the first of each."""
-        of_plugins = [plugin.baselines.rows for plugin, _ in self.links]
-        return {name: row for rows in reversed(of_plugins) for name, row in rows.items()}
 
     @property
     def baseline_names(self) -> tuple[str, ...]:

@@ -86,9 +86,9 @@ class Recipe(Section):
         """The enabled plugins of one kind in the order in which they plan."""
         return tuple(p for p in self.enabled() if isinstance(p, kind))
 
-    def deciding(self, *what: registry.Decision) -> str:
-        """The first enabled plugin that decides any of this; empty: none does."""
-        return next((p.name for p in self.enabled() if not p.decides.isdisjoint(what)), "")
+    def deciding(self, what: registry.Decision) -> str:
+        """The first enabled plugin that decides this; empty: none does."""
+        return next((p.name for p in self.enabled() if what in p.decides), "")
 
     def config_of(self, name: str) -> registry.PluginConfig:
         config: registry.PluginConfig = getattr(self.plugins, name)

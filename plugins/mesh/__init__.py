@@ -29,12 +29,12 @@ register(
             quick=("memory_degree", "cp_1"),
             breaks=settings.breaks,
         ),
-        needs=Needs({"enabled": (False,)}, order=("enabled",), branches=settings.branches),
+        needs=Needs(host={"enabled": (False,)}, order=("enabled",), branches=settings.branches),
         # One core of a 2.5 GHz Xeon: 0.07 s for 512 sequences on 64 ranks, 0.2 s on 16 of four stages, 0.9 s for 8,192
         # on 1,024, 20 s for a million on 16,384, of which one part is planned.
         estimates=Estimates(
-            bounds.lower_bound_s,
-            lambda sequences, ranks, stages: (
+            floor_s=bounds.lower_bound_s,
+            work_s=lambda sequences, ranks, stages: (
                 (1 + stages) / 2 * (1e-3 * min(50, sequences) + 1e-4 * min(1 << 16, sequences) + 1e-5 * sequences)
                 + 1e-4 * ranks
             ),

@@ -17,7 +17,7 @@ register(
         stage=60,
         config=config.MoeConfig,
         plan=plan.plan,
-        shown=Shown("copies, EP > 1", "copies, EP > 1", (COPIED, ONCE_A_NODE)),
+        shown=Shown("copies, EP > 1", to_whole="copies, EP > 1", by=(COPIED, ONCE_A_NODE)),
         layers={**plan.LAYERS, **baselines.LAYERS},
         baselines=Baselines({name: Baseline(plan) for name, plan in baselines.BASELINES.items()}),
         needs_loads=plan.needs_loads,

@@ -19,15 +19,15 @@ register(
         decides=frozenset({"places", "groups"}),
         plan=plan.plan,
         tries=lambda layout: {"enabled": (True,)},
-        shown=Shown("packs, slices", "packs of whole samples", (REARRANGED,)),
-        baselines=Baselines(baselines.BASELINES, "chunks", ("chunks",), settings.breaks),
+        shown=Shown("packs, slices", to_whole="packs of whole samples", by=(REARRANGED,)),
+        baselines=Baselines(baselines.BASELINES, simpler="chunks", quick=("chunks",), breaks=settings.breaks),
         # One core of a 2.5 GHz Xeon: 17 ms for 512 sequences on 64 ranks, 1.4 s for 65,536 on 1,024, 5 s for a million
         # on 16,384, of which one part is planned.
         estimates=Estimates(
             work_s=lambda sequences, ranks, stages: 2e-5 * min(1 << 16, sequences) + 2e-6 * sequences + 1e-4 * ranks
         ),
         needs=Needs(
-            {"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
+            host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
             order=("slices", "activation_gib"),
             # A forward that is run again counts twice in metrics that are taken inside it.
             replays={"asymmetric": False, "activation_gib": None},

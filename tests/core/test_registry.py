@@ -42,6 +42,12 @@ def test_planners_of_layers_are_no_planners_of_steps():
         evenload.unregister("other")
 
 
+def test_a_plugin_that_answers_no_question_is_refused():
+    with pytest.raises(EvenloadError, match="'other' is of no kind") as caught:
+        evenload.register(registry.Plugin(**ABOUT))
+    assert "StepPlugin" in caught.value.do
+
+
 def test_no_kind_of_plugin_has_more_than_fourteen_fields():
     """One row with 36 served all kinds: nobody could say which field was whose."""
     kinds = (registry.StepPlugin, registry.LayerPlugin, registry.DataPlugin, registry.SlicePlugin)

@@ -113,6 +113,16 @@ def test_every_step_is_equal(case: Case, trained: Trained) -> None:
     compared(case, trained)
 
 
+def test_one_value_that_is_other_and_one_step_that_is_missing_are_noticed() -> None:
+    rows = [{"step": step, **dict.fromkeys(LOGGED, 3.0)} for step in range(1, STEPS + 1)]
+    compare(launching.Run(0, "", rows), launching.Run(0, "", rows))
+    for name, bar in LOGGED.items():
+        others = [row | ({name: 3.0 * (1 + 2 * bar + 1e-6)} if row["step"] == 4 else {}) for row in rows]
+        for changed in (others, rows[:-1]):
+            with pytest.raises(AssertionError):
+                compare(launching.Run(0, "", rows), launching.Run(0, "", changed))
+
+
 @pytest.mark.parametrize("case", [*RESUMED[:1], *map(only_full, RESUMED[1:])], ids=str)
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_if_never_stopped(
     case: Case, trained: Trained, tmp_path: Path

@@ -1451,8 +1451,7 @@ fault("the stages at the turn of a V hand over a thousandth more", "view_as(like
 
 fault = of("runtime/watchdog/attempt.py", cases("runtime/watchdog/test_attempt.py"))
 fault("rank 0 names an attempt before every rank that is alive has agreed", '_read(store, "agrees", size)', "[name]")
-killer = cases("runtime/watchdog/test_watchdog.py", k="torchrun_starts_a_job_again and 1")
-fault = of("runtime/watchdog/meeting.py", killer)
+fault = of("runtime/watchdog/meeting.py", cases("runtime/watchdog/test_meeting.py", k="under_its_own_name"))
 fault("ranks of a restarted job meet over the keys of dead ones", 'f"default_pg/{attempt()}",', '"default_pg",')
 fault = of("runtime/watchdog/watchdog.py", cases("runtime/watchdog/test_watchdog.py", k="frozen_holder"))
 fault("nobody notices that the store is silent", "silent * self._every > self.", "silent * self._every > 1000 * self.")

@@ -39,6 +39,17 @@ def test_a_store_that_is_not_there_is_asked_after_and_then_no_more(port, monkeyp
     assert re.search(rf"no store at 127.0.0.1:{port} yet \(.*\); rank 1 has waited \d s", capsys.readouterr().err)
 
 
+def test_an_attempt_writes_under_its_own_name_alone(port, monkeypatch):
+    """The agent's store outlives an attempt: under one name a rank would read the addresses of dead ones."""
+    written = []
+    monkeypatch.setattr(meeting.dist, "init_process_group", lambda *_, store, **__: store.set("address", "here"))
+    monkeypatch.setattr(meeting, "attempt", lambda: "second")
+    opened = meeting._connect
+    monkeypatch.setattr(meeting, "_connect", lambda *a: written.append(opened(*a)) or written[0])
+    meet("gloo", 0, 1, "127.0.0.1", port, timeout_s=5, gone_s=5)
+    assert written[0].check(["default_pg/second/address"])
+
+
 def test_an_address_that_does_not_exist_is_named(port):
     with pytest.raises(RankError) as caught:
         meet("gloo", 1, 2, "nowhere.invalid", port, timeout_s=0.1, gone_s=5)
