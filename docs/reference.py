@@ -1,8 +1,9 @@
 """Writes the pages that repeat what code says: ``python docs/reference.py`` in `make docs`.
 
-reference_cli.md      each command with its arguments and options, from typer
+reference.md          each command with its arguments and options, from typer; then what `import evenload` gives, with
+                      signatures and docstrings
 reference_recipe.md   each key of a recipe by section, with type, default and docstring
-reference_python.md   what `import evenload` gives, with signatures and docstrings
+support.md            its end: the versions that are tested, and the symbols that are wrapped
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import evenload
 from evenload.api import load_plugins
 from evenload.core.input.validation import sections_in
 from evenload.core.recipe.recipe import schema_type
+from evenload.patches import support
 from pydantic import BaseModel
 
 HERE = Path(__file__).parent
@@ -35,6 +37,10 @@ def wrapped(text: str, indent: str = "") -> list[str]:
     spans = re.sub(r"`[^`]*`", lambda span: span[0].replace(" ", "\0"), " ".join(text.split()).replace("``", "`"))
     lines = textwrap.wrap(spans, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
+
+
+def commands_and_python() -> Iterator[str]:
+    yield from [*cli(), *_IN_PYTHON.splitlines(), "", *python()]
 
 
 def cli() -> Iterator[str]:
@@ -131,18 +137,45 @@ def python() -> Iterator[str]:
         where = f"{value.__module__}".removeprefix("evenload.")
         text = inspect.getdoc(value) or ""
         parameters = [f"`{one}`" for one in inspect.signature(value).parameters] if inspect.isfunction(value) else []
-        yield from [f"## {name}", "", f"Of `{where}`." + (f" Takes {', '.join(parameters)}." if parameters else ""), ""]
+        yield from [
+            f"### {name}",
+            "",
+            f"Of `{where}`." + (f" Takes {', '.join(parameters)}." if parameters else ""),
+            "",
+        ]
         for paragraph in re.split(r"\n\s*\n", text):
             indented = "\n    " in paragraph or paragraph.startswith("    ")
             yield from [*(paragraph.splitlines() if indented else wrapped(paragraph)), ""]
 
 
+_IN_PYTHON = """## In Python
+
+`evenload.plan(recipe, lengths)` takes integers of 1 or more in a list, an array or an iterator. Floats, booleans, text,
+sets, mappings, nested lists and empty batches raise EvenloadError.
+
+`evenload.train` and `evenload.verify` take a Recipe, a path or the name of a shipped recipe, and return what `--json`
+prints:
+
+```python
+recipe = evenload.load_recipe("quickstart", ["train.steps=20"])
+result = evenload.train(recipe, against=["stock"], progress=lambda task, done, total, text: print(task, done, text))
+assert evenload.verify(recipe)["exact"]
+```
+
+Ranks are processes on this machine; their output goes to stderr. In a process that torchrun started, this rank trains
+there; rank 0 returns the object and calls `progress`, the others return None. A failing rank raises RankError. Ranks
+know plugins of installed packages (entry points), not those that your script has registered.
+
+Nothing in `import evenload` imports torch or a trainer before it is used.
+"""
+
 PAGES = {
-    "reference_cli.md": (
-        "The command line",
-        "This page gives every command with its arguments and options. `RECIPE` is a file or a name of "
-        "`evenload recipes`; what a command ends with is said in [exit codes](exit_codes.md).",
-        cli,
+    "reference.md": (
+        "Commands and Python",
+        "This page gives every command with its arguments and options, and what `import evenload` offers [in "
+        "Python](#in-python). `RECIPE` is a file or a name of `evenload recipes`; [exit codes](faults.md#exit-codes) "
+        "say how a command ended.",
+        commands_and_python,
     ),
     "reference_recipe.md": (
         "The recipe, key by key",
@@ -150,17 +183,14 @@ PAGES = {
         "prints the same as JSON Schema, for editors.",
         recipe,
     ),
-    "reference_python.md": (
-        "Python",
-        "This page gives what `import evenload` offers. Nothing there imports torch or a trainer before it is used.",
-        python,
-    ),
 }
 
 
 def documents() -> dict[str, str]:
     """The text of each page by its file's name."""
-    return {name: page(title, gives, lines()) for name, (title, gives, lines) in PAGES.items()}
+    pages = {name: page(title, gives, lines()) for name, (title, gives, lines) in PAGES.items()}
+    by_hand, _, _ = (HERE / "support.md").read_text().partition("## Tested versions\n")
+    return {**pages, "support.md": by_hand + support.document()}
 
 
 if __name__ == "__main__":
