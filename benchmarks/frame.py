@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 
 UNITS = {"seconds": seconds, "percent": percent, "gib": gib, "mib": mib}
-"""Formats of cells beside Python's."""
+"""Formats of cells besides Python's."""
 Row = dict[str, Any]
 Cell = str | Callable[[Any], Any]
 """What a column shows of a row: a template, or a function."""
@@ -43,7 +43,7 @@ class _Listed(argparse.Action):
 
 
 def options(doc: str | None, **own: Any) -> argparse.ArgumentParser:
-    """A script's options beside --json and --out, by name and default.
+    """A script's options besides --json and --out, by name and default.
 
     False is a flag, a list takes several values, a tuple is the choices (the first by default), a type has none by
     default, and ``...`` are words without a name.
@@ -111,6 +111,21 @@ def started(script: str, ranks: int) -> Row:
     return result_of(begun(script, sys.argv[1:], ranks))
 
 
+def on_job(recipe: str, words: Sequence[str], work: Callable[[Any], Row]) -> None:
+    """What ``work`` gives of a trainer on this rank; rank 0 prints it. Collective."""
+    from evenload.api import load_recipe
+    from evenload.training.job import run_rank
+
+    result = run_rank(load_recipe(recipe, words), work)
+    if result is not None:
+        print(json.dumps(result))
+
+
+def described(job: Any) -> Row:
+    """The host and the recipe of a job."""
+    return {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
+
+
 def command(*words: object, folder: Path | None = None, **environment: str) -> Row:
     """What a command of evenload says with --json. Raises SystemExit with the end of its messages where it fails."""
     own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -145,7 +160,7 @@ def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 class _Cells(string.Formatter):
-    """``{step_s:seconds}`` beside what Python formats."""
+    """``{step_s:seconds}`` besides what Python formats."""
 
     def format_field(self, value: Any, spec: str) -> str:
         if value is None:

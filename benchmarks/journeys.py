@@ -1,4 +1,4 @@
-"""Four journeys of a newcomer, timed: what is typed, how long it takes, how many pages have it. Measured.
+"""Seven journeys of a newcomer, timed: what is typed, how long it takes, how many pages have it. Measured.
 
     python benchmarks/journeys.py [--only TEXT] [--package FOLDER] [--json] [--out FILE]
 
@@ -6,6 +6,9 @@
     tenants     five customers' files to five adapters that PEFT opens
     plan        lengths to a page about 64 GPUs
     script      a script of Transformers' Trainer, checked and run, not edited
+    off         the same, stopped under evenload and resumed without it, to the losses of a run that never stopped
+    memory      a script that runs out of memory under evenload, and the setting that it fits with
+    planner     a planning rule of one's own, in a package, to a plan by it
 
 Each starts in an empty folder with what a newcomer brings (a model, chats, lengths, a script), on two CPU ranks. Typed:
 commands. Minutes: wall clock from the first command to the last; CPU: of all processes, which a busy machine changes
@@ -54,6 +57,30 @@ train: {steps: 8, batch_size: 4, lr: 1.0e-2}
 """
 
 
+LAUNCH = "torchrun --standalone --nproc-per-node 2 train.py"
+CHANGES = {
+    "max_steps=2": "max_steps=int(sys.argv[2])",
+    "save_steps=1": "save_steps=1, logging_steps=1, lr_scheduler_type='constant'",
+    ".train()": ".train(resume_from_checkpoint=len(sys.argv) > 3)",
+}
+"""What the script of `off` has that tests/scripts/trainer_script.py has not: steps and a resume as arguments."""
+HELD = 62
+"""Tokens that the card of `memory` holds: two rows of the longest sample, the script's own micro-batch."""
+FITS = f"plugins.packing.max_tokens={HELD}"
+FULL = f"""
+def planted(module, arguments, named):
+    if named["input_ids"].numel() > {HELD}:
+        raise torch.OutOfMemoryError("CUDA out of memory (planted)")
+
+
+LlamaForCausalLM.__init__ = lambda self, config, made=LlamaForCausalLM.__init__: (
+    made(self, config),
+    self.register_forward_pre_hook(planted, with_kwargs=True),
+)[0]
+"""
+"""A card that is full, for machines without one."""
+
+
 class Journey(NamedTuple):
     """What is typed, in order, and how it is known that it came out."""
 
@@ -61,6 +88,8 @@ class Journey(NamedTuple):
     words: tuple[str, ...]
     """Of commands and keys, which a newcomer has to read somewhere."""
     came_out: Callable[[Path], bool]
+    fails: str = ""
+    """The command that ends with the trouble that the journey is about."""
 
 
 def opens(folder: Path) -> bool:
@@ -79,6 +108,17 @@ for adapter in {trained!r}:
 """
     opened = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     return len(trained) == 5 and opened.returncode == 0
+
+
+def never_stopped(folder: Path) -> bool:
+    """Whether the resumed run has the losses of one that evenload never saw."""
+    own = environment_of(folder)
+    subprocess.run(f"{LAUNCH} stock 4", shell=True, cwd=folder, env=own, capture_output=True, check=True)
+    states = [
+        json.loads((folder / name / "checkpoint-4" / "trainer_state.json").read_text()) for name in ("out", "stock")
+    ]
+    resumed, stock = ([row["loss"] for row in state["log_history"] if "loss" in row] for state in states)
+    return len(stock) == 4 and bool(np.allclose(resumed, stock, rtol=1e-4))
 
 
 JOURNEYS = {
@@ -108,23 +148,51 @@ JOURNEYS = {
         ("evenload check", "evenload run hf-trainer -- ", "torchrun"),
         lambda folder: (folder / "out" / "checkpoint-2").is_dir(),
     ),
+    "off": Journey(
+        (f"evenload run hf-trainer -- {LAUNCH} out 2", f"{LAUNCH} out 4 resume"),
+        ("evenload run hf-trainer -- ", "without `evenload run RECIPE --`", "--resume_from_checkpoint"),
+        lambda folder: never_stopped(folder),
+    ),
+    "memory": Journey(
+        (f"evenload run hf-trainer -- {LAUNCH} out", f"evenload run hf-trainer {FITS} -- {LAUNCH} out"),
+        ("Out of memory", "plugins.packing.max_tokens=", "your micro-batch size times your longest sample"),
+        lambda folder: (folder / "out" / "checkpoint-2").is_dir(),
+        fails=f"evenload run hf-trainer -- {LAUNCH} out",
+    ),
+    "planner": Journey(
+        (
+            "pip install ./own",
+            "evenload plugins",
+            "evenload plan quickstart plugins.packing.slices=off plugins.largest_first.enabled=true --out plan.json",
+        ),
+        ("entry point", "evenload.plugins", "plan(plan, context, config)", "register("),
+        lambda folder: "largest_first" in json.loads((folder / "plan.json").read_text())["steps"][0]["made_by"],
+    ),
 }
 
 
-def brought(folder: Path, model: Path) -> None:
+def brought(name: str, folder: Path, model: Path) -> None:
     """What a newcomer has: a model with Qwen3's template, chats of several turns, lengths, a script, and the files that
     the pages let them write."""
     random = np.random.default_rng(0)
     shutil.copytree(model, folder / "model")
     (folder / "customers").mkdir()
-    for name in ("chats", "a", "b", "c", "d", "e"):
-        rows = [json.dumps({"messages": chat(random)}) + "\n" for _ in range(200 if name == "chats" else 40)]
-        (folder / f"{name}.jsonl").write_text("".join(rows))
-        if name != "chats":
-            (folder / "customers" / f"{name}.yaml").write_text(CUSTOMER.replace("CHATS", str(folder / f"{name}.jsonl")))
+    for whose in ("chats", "a", "b", "c", "d", "e"):
+        rows = [json.dumps({"messages": chat(random)}) + "\n" for _ in range(200 if whose == "chats" else 40)]
+        file = folder / f"{whose}.jsonl"
+        file.write_text("".join(rows))
+        if whose != "chats":
+            (folder / "customers" / f"{whose}.yaml").write_text(CUSTOMER.replace("CHATS", str(file)))
     lengths = random.lognormal(np.log(665), 1.4, 4096).astype(int).clip(16, 131_072)
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
-    shutil.copy(ROOT / "tests" / "scripts" / "trainer_script.py", folder / "train.py")
+    shutil.copytree(ROOT / "examples" / "third_party_plugin", folder / "own")
+    script = (ROOT / "tests" / "scripts" / "trainer_script.py").read_text()
+    if name == "off":
+        for old, new in CHANGES.items():
+            script = script.replace(old, new)
+    if name == "memory":
+        script = script.replace("torch.manual_seed(0)\n", f"torch.manual_seed(0)\n{FULL}")
+    (folder / "train.py").write_text(script)
 
 
 def chat(random: np.random.Generator) -> list[dict[str, str]]:
@@ -159,26 +227,32 @@ def pages_of(docs: Path, words: tuple[str, ...]) -> list[str]:
     return []
 
 
+def environment_of(folder: Path, package: Path = ROOT.parent) -> dict[str, str]:
+    paths = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    modules = os.pathsep.join((str(folder / "site"), str(package)))
+    environment = {**os.environ, "PATH": os.pathsep.join(paths), "PYTHONPATH": modules}
+    return environment | {"EVENLOAD_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def travelled(name: str, package: Path, model: Path) -> dict[str, Any]:
     journey = JOURNEYS[name]
     with tempfile.TemporaryDirectory(prefix="evenload-journey-") as path:
         folder = Path(path)
-        brought(folder, model)
+        brought(name, folder, model)
         (folder / "recipe.yaml").write_text(TENANTS if name == "tenants" else TUNE + SMALL)
         (folder / "bin").mkdir()
-        starter = f'#!/bin/sh\nexec {sys.executable} -m evenload "$@"\n'
-        (folder / "bin" / "evenload").write_text(starter)
-        (folder / "bin" / "evenload").chmod(0o755)
-        paths = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-        environment = {**os.environ, "PATH": os.pathsep.join(paths), "PYTHONPATH": str(package)}
-        environment |= {"EVENLOAD_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        into = f"--quiet --no-deps --no-build-isolation --target {folder / 'site'}"
+        for starter, words in (("evenload", '-m evenload "$@"'), ("pip", f'-m pip "$@" {into}')):
+            (folder / "bin" / starter).write_text(f"#!/bin/sh\nexec {sys.executable} {words}\n")
+            (folder / "bin" / starter).chmod(0o755)
+        environment = environment_of(folder, package)
         began_s, cpu_s = time.monotonic(), spent_s()
         stopped = ""
         for command in journey.commands:
             done = subprocess.run(
                 command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
             )
-            if done.returncode:
+            if bool(done.returncode) != (command == journey.fails):
                 stopped = next(messages(done.stderr), f"exit code {done.returncode}")
                 break
         took = {"minutes": (time.monotonic() - began_s) / 60, "cpu_s": spent_s() - cpu_s}

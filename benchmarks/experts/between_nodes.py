@@ -1,4 +1,4 @@
-"""Experts between nodes: quotas that know where tokens come from, beside those that do not. Predicted.
+"""Experts between nodes: quotas that know where tokens come from, against those that do not. Predicted.
 
     python benchmarks/experts/between_nodes.py [--draws 4] [--slots 0 2 4 8 12] [--json] [--out FILE]
 

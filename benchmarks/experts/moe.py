@@ -1,4 +1,4 @@
-"""Planners of layers beside other people's: how even experts get, with how many copies, in what time.
+"""Planners of layers next to other people's: how even experts get, with how many copies, in what time.
 
     python benchmarks/experts/moe.py [--loads FILE | --record FILE] [--slots 1] [--draws 12] [--only zipf] [--json]
 

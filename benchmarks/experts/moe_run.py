@@ -1,4 +1,4 @@
-"""The moe plugin beside its baselines in real training, alternating in one run: measured.
+"""The moe plugin against its baselines in real training, alternating in one run: measured.
 
     python benchmarks/experts/moe_run.py [--workload real] [--ranks 2] [--against static,eplb,ultraep,moonep] \\
         [key=value ...]
@@ -77,11 +77,11 @@ def table(result: dict[str, Any]) -> Any:
         ratio, peak = result["ratio"].get(name), result["peak_activation_bytes"][name] / (1 << 20)
         shown: tuple[Any, ...] = ("", "", "", "")
         if ratio is not None:
-            faster = (f"{ratio['median']:.3f}x", interval(ratio, 3))
+            faster = (f"{ratio['of_totals']:.3f}x", interval(ratio, 3))
             shown = (*faster, f"{ratio['allowed']:.3f}x", f"{ratio['of_allowed']:.3f}")
         paths = [f"{path[key]:.3f}" for key in ("critical_s", "evened_experts_s", "evened_s")]
         rows.append((name, *shown, *paths, f"{peak:.0f}"))
-    head = ("beside", "evenload is faster by", "95 %", "allowed", "of allowed", "critical path s", "even experts")
+    head = ("against", "speedup", "95 %", "allowed", "of allowed", "critical path s", "even experts")
     title = f"{result['workload']}, EP {result['ranks']}, {result['steps']} steps, alternating, measured"
     return grid(title, (*head, "even", "peak MiB"), rows)
 

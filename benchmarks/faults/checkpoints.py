@@ -85,7 +85,7 @@ def measure_background(job: Job, folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def summary(folder: Path, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, beside the size of the checkpoint that was written last."""
+    """Medians, next to the size of the checkpoint that was written last."""
     newest = checkpoints.newest_whole(folder)
     assert newest is not None
     size = sum(file.stat().st_size for file in newest[0].rglob("*") if file.is_file())

@@ -3,7 +3,7 @@
     python benchmarks/faults/max_minutes.py [--minutes 0.4,0.5] [--json] [--out FILE] [key=value ...]
 
 `evenload train quickstart` with more steps than fit, on two ranks. Over: seconds from the limit to the end of the
-command, which is later by the save, the summary and the end of processes alone, as no step begins that might end behind
+command, which is later by the save, the summary and the end of processes alone, as no step begins that might end after
 the limit. Before it: from the last step's end to the limit.
 """
 

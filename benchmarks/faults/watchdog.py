@@ -75,7 +75,7 @@ def on_rank(asked: argparse.Namespace) -> None:
     num_marks = 0
 
     def run(mark: Any) -> tuple[float, float]:
-        """Seconds by the wall and of the CPU, of a step in the mean."""
+        """Seconds by the wall and of the CPU, of a step on average."""
         job.gather(0.0)
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(steps):
@@ -108,7 +108,7 @@ def on_rank(asked: argparse.Namespace) -> None:
         time.sleep(THREADS_S)
         beats = float(job.gather((threads_cpu_s() - before_s) / THREADS_S)[:, 0].max())
         job.gather(0.0)
-    if job.leads:
+    if job.is_rank0:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             mark = {"bare_s": mark_s(None), "in_memory_s": mark_s(folder)}
         wall, cpu, bare_wall, bare_cpu = np.array(rows).T

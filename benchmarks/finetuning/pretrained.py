@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder on a trainer's ranks: memory of a rank, and time beside `from_pretrained`.
+"""Weights of a Hugging Face folder on a trainer's ranks: memory of a rank, and time against `from_pretrained`.
 
     python benchmarks/finetuning/pretrained.py [--layout tp2pp2|zero0|zero3|pp2] [--kv-heads 8] [--quick] [--json]
 

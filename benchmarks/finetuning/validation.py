@@ -1,4 +1,4 @@
-"""Planned validation beside padded batches of 8 samples on the same host, alternating: measured.
+"""Planned validation against padded batches of 8 samples on the same host, alternating: measured.
 
     python benchmarks/finetuning/validation.py [--recipe quickstart] [--ranks 2] [--batches 6] [--repeats 2] \\
         [key=value ...] [--json] [--out FILE]
@@ -17,12 +17,11 @@ sequence's loss from evenload's.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 import numpy as np
-from evenload.benchmarks.frame import columns, interval, main, options, started
+from evenload.benchmarks.frame import columns, described, interval, main, on_job, options, started
 
 SAMPLES = 8
 OURS = "evenload"
@@ -105,17 +104,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def on_rank(asked: argparse.Namespace) -> None:
-    from evenload.api import load_recipe
-    from evenload.training.job import run_rank
-
     def work(job: Any) -> dict[str, Any]:
         rows = measured(job, asked.batches, asked.repeats)
-        about = {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
-        return {"variants": summary(rows), "rows": rows, **about}
+        return {"variants": summary(rows), "rows": rows, **described(job)}
 
-    result = run_rank(load_recipe(asked.recipe, asked.settings), work)
-    if result is not None:
-        print(json.dumps(result))
+    on_job(asked.recipe, asked.settings, work)
 
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
@@ -128,7 +121,7 @@ def table(result: dict[str, Any]) -> Any:
         "tokens/s": lambda row: row["tokens_per_s"],
         "a batch": "{seconds:seconds}",
         "padding": lambda row: f"{100 * row['padding_frac']:.0f} %",
-        "evenload is faster by": lambda row: "" if row["name"] == OURS else f"{row['over']['median']:.2f}x",
+        "speedup": lambda row: "" if row["name"] == OURS else f"{row['over']['of_totals']:.2f}x",
         "95 %": lambda row: "" if row["name"] == OURS else interval(row["over"]),
         "losses apart": "{apart:.0e}",
     }

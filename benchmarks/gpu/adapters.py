@@ -13,7 +13,7 @@ down to the layer's input and to the adapters' matrices. bfloat16 activations (o
                of each by sixteens
 
 Errors are relative, against the same in float64, the largest of output, gradient of the input, and gradients of all
-matrices: bf16 parity is evenload's beside the loop's. Times are medians of runs after two to warm up, by CUDA events
+matrices: bf16 parity is evenload's next to the loop's. Times are medians of runs after two to warm up, by CUDA events
 (wall time on the CPU). ``--tiny`` tries all of it out without a GPU.
 """
 
@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from evenload.benchmarks.frame import Row, columns, options, show
 from evenload.benchmarks.gpu.card import about, asked_for, device_here, milliseconds, relative
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.runtime.adapters.places import Place, Site
 from evenload.runtime.adapters.product import TenantSpan, added
 from evenload.runtime.adapters.tenant import TenantAdapter

@@ -3,7 +3,7 @@
     python benchmarks/gpu/chunks.py [--json] [--tokens 32768] [--chunks 8] [--limit seconds] [--tiny]
 
 Eight layers of a llama of hidden size 3,072 with their embedding and output layer, in bf16 through Megatron-Core: one
-long sequence in chunks of equally many tokens, packs of short ones beside, in the order of the first of four stages
+long sequence in chunks of equally many tokens, packs of short ones next to it, in the order of the first of four stages
 (three slots of forwards ahead). Rows: layers that every chunk recomputes (none, half, all), and "graded": the more, the
 longer a chunk waits for its backward.
 

@@ -1,4 +1,4 @@
-"""Rows of one token over blocks of keys, by every kernel that is there; and whole rollouts beside vLLM, where it is.
+"""Rows of one token over blocks of keys, by every kernel that is there; and whole rollouts against vLLM, where it is.
 
     python benchmarks/gpu/decode.py [--json] [--rows 64] [--keys 4096] [--layers 16] [--tokens 512] [--tiny]
 

@@ -1,9 +1,9 @@
-"""What the moe plugin costs on a card: products with copies, and a fetch beside compute.
+"""What the moe plugin costs on a card: products with copies, and a fetch alongside compute.
 
     python benchmarks/gpu/experts.py [--json]
     torchrun --nproc-per-node 2 benchmarks/gpu/experts.py [--json]     # the fetch, too
 
-    products   the experts of a rank and its copies as one grouped product, beside one product an expert, bfloat16
+    products   the experts of a rank and its copies as one grouped product, against one product an expert, bfloat16
                (float32 on a CPU, which has no grouped one of bfloat16 worth timing); the error is against float64
     fetch      the weights of copies on their way alone, products alone, and both at once, on the slowest rank
 

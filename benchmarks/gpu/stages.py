@@ -2,7 +2,7 @@
 
     python3 -P stages.py --site FOLDER [--out result.json] [--limit seconds] [--dry-run]
 
-The first is `evenload doctor --gpu`, whose page is copied beside the JSON file. That file is rewritten after every
+The first is `evenload doctor --gpu`, whose page is copied next to the JSON file. That file is rewritten after every
 stage, so a run that is cut short keeps what it had. A stage's entry holds its command, exit code, seconds, and what it
 printed: one JSON object, or the end of the text.
 """
@@ -141,7 +141,7 @@ def costs_name(card_name: str) -> str:
 
 
 def keep(written: Path, name: str, out: Path) -> list[str]:
-    """Copy the page beside the result; a fitted cost model, too, and to recipes/costs where that can be written."""
+    """Copy the page next to the result; a fitted cost model, too, and to recipes/costs where that can be written."""
     copies = [(written / "page.md", out.with_suffix(".md"))]
     copies += [(written / "costs.yaml", folder / f"{name}.yaml") for folder in (out.parent, ROOT / "recipes" / "costs")]
     kept = []

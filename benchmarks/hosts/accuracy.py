@@ -1,4 +1,4 @@
-"""The metric that run_clm.py asks the hub for, as a file beside the script's folder: nothing is downloaded."""
+"""The metric that run_clm.py asks the hub for, as a file next to the script's folder: nothing is downloaded."""
 
 import datasets
 import evaluate

@@ -77,6 +77,6 @@ def world_size(flags: Flags) -> int:
 
 
 def size_in(flags: Flags, name: str, default: int = 1) -> int:
-    """The number behind a flag."""
+    """The number after a flag."""
     word = str(flags.get(f"--{name}", default)).split()[0]
     return int(word) if word.isdigit() else default

@@ -115,7 +115,7 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
 
 
 def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
-    """The answer to a loop whose micro-batches stay as they are: what a plugin can still do, as `Together.of` asks."""
+    """The answer to a loop whose micro-batches stay as they are: what a plugin can do (`FixedMicroBatchLoop`)."""
     from evenload.core.errors import EvenloadError
     from evenload.integrations.megatron.unmodified.planning.fixed_micro_batches import _IN_TURN
     from evenload.integrations.megatron.unmodified.refusals.layers import refuse_experts

@@ -49,7 +49,7 @@ ORDERED = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 192}\n  pipe
 
 
 def arguments(flags: str) -> Arguments:
-    """Of `pretrain_gpt.py` with these flags behind the base ones."""
+    """Of `pretrain_gpt.py` with these flags after the base ones."""
     return lambda folder, layout: [*BASE.split(), *flags.split()]
 
 

@@ -1,7 +1,7 @@
 """Instruction pairs with a long tail under TRL on two CPU ranks: padding, TRL's own packing, evenload.
 
     python benchmarks/hosts/pairs.py [--repeats 3] [--layout ddp] [--task sft|dpo|kto|reward|grpo|rloo] [--quick]
-        [--json] [--out FILE]
+        [--svg FILE] [--json] [--out FILE]
 
 One epoch of 192 prompts with completions, of which the completions' losses count; lengths are lognormal with a median
 of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden size 256 and 2,048 words, in float32.
@@ -24,13 +24,19 @@ seconds are those of updates alone; a quarter of an epoch runs.
 
 Variants alternate, and each is compared with the padded run before it. Seconds are of the epoch's steps, the first as
 long as the mean of the others, on rank 0; a token is one of a sample, so tokens a second compare runs whose steps
-differ. On a CPU TRL's packs run through PyTorch's attention under a block mask, which
-computes what it masks; with flash-attn they do not.
+differ. On a CPU TRL's packs run through PyTorch's attention under a block mask, which computes what it masks; with
+flash-attn they do not.
+
+``--svg`` draws a padded run and the evenload run after it step by step, of all repeats those of the median ratio:
+
+    python benchmarks/hosts/pairs.py --variants padded,evenload --svg docs/run.svg
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import io
 import json
 import statistics
 import sys
@@ -39,9 +45,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenload.benchmarks.frame import ROOT, Row, columns, main, options
+from evenload.benchmarks.frame import ROOT, Row, columns, machine, main, options
 from evenload.commands.tables.show import stdout_aside
 from evenload.core.input.format import seconds
+from rich.console import Console
 
 sys.path.append(str(ROOT / "tests" / "hosts"))
 import assets
@@ -84,7 +91,7 @@ def make(folder: Path, quick: bool, kind: str) -> int:
 def measured(task: str, variant: str, arguments: list[str], data: Path, folder: Path, recipe: Path | None) -> Row:
     """Seconds, steps, tokens and losses of a run."""
     script = launching.SCRIPTS / TASKS[task][0]
-    words = [*launching.COMMON, *arguments, *VARIANTS[variant].split(), "--output_dir", folder / "out"]
+    words = [*launching.COMMON, *arguments, *VARIANTS.get(variant, "").split(), "--output_dir", folder / "out"]
     names = ["--model_name_or_path", data / "model", "--dataset_name", data / "pairs", "--bf16", "False"]
     folder.mkdir()
     first = [task] if script.name == "trl_script.py" else []
@@ -99,6 +106,8 @@ def measured(task: str, variant: str, arguments: list[str], data: Path, folder: 
         "variant": variant,
         "updates": len(steps),
         "epoch_s": (steps[-1] - steps[0]) * len(steps) / (len(steps) - 1),
+        "steps_s": [b - a for a, b in pairwise(steps)],
+        "says": [line for line in run.output.splitlines() if line.startswith("evenload: planned")],
         "step_s": statistics.median(b - a for a, b in pairwise(steps)),
         "computed": sum(rank["tokens"] for rank in ranks),
         "tokens": tokens,
@@ -108,7 +117,7 @@ def measured(task: str, variant: str, arguments: list[str], data: Path, folder: 
 
 
 def summary(rows: list[Row], padded: list[Row]) -> Row:
-    """The runs of a variant as one row; each is compared with the padded run beside it."""
+    """The runs of a variant as one row; each is compared with the padded run before it."""
     if failed := next((row for row in rows if "failed" in row), None):
         return failed
     speeds = [row["tokens"] / row["epoch_s"] for row in rows]
@@ -162,6 +171,37 @@ def table(result: Row) -> Any:
     return columns(f"Pairs, {result['task']}, {result['layout']}", result["rows"], cells, below)
 
 
+def drawn(padded: list[Row], planned: list[Row], task: str) -> Console:
+    """A padded run and the planned one after it, step by step, as a terminal would show them."""
+    ratios = [one["epoch_s"] / other["epoch_s"] for one, other in zip(padded, planned, strict=True)]
+    middle = ratios.index(statistics.median_low(ratios))
+    stock, ours = padded[middle], planned[middle]
+    script, cap = f"torchrun --nproc-per-node {launching.RANKS} {TASKS[task][0]}", "plugins.packing.max_tokens=2048"
+    seconds_of = [[None, *run["steps_s"]] for run in (stock, ours)]
+    rows = [
+        {"step": step, "stock": loss, "ours": ours["loss"][step], "stock_s": stock_s, "ours_s": ours_s}
+        for (step, loss), stock_s, ours_s in zip(stock["loss"].items(), *seconds_of, strict=True)
+    ]
+    cells: dict[str, Any] = {
+        "step": "{step}",
+        "loss, stock": "{stock:.6f}",
+        "loss, evenload": "{ours:.6f}",
+        "seconds, stock": "{stock_s:.2f}",
+        "seconds, evenload": "{ours_s:.2f}",
+    }
+    totals = [sum(run["steps_s"]) for run in (stock, ours)]
+    after = f"after the first step: {totals[0]:.1f} s stock, {totals[1]:.1f} s with evenload"
+    console = Console(record=True, width=110, file=io.StringIO(), highlight=False)
+    console.print(f"$ {script}\n$ evenload run hf-trainer {cap} -- {script}", style="bold")
+    for line in ours["says"]:
+        console.print(line, style="green", markup=False)
+    console.print()
+    console.print(columns("", rows, cells))
+    console.print(f"\n{after}: {totals[0] / totals[1]:.2f}x (lowest {min(ratios):.2f}x, highest {max(ratios):.2f}x)")
+    console.print(f"{datetime.date.today()}: python benchmarks/hosts/pairs.py --svg, {machine()}", style="dim")
+    return console
+
+
 def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """The runs of every variant, one of each after the other."""
     longest = make(folder, asked.quick, TASKS[asked.task][1])
@@ -183,10 +223,13 @@ def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
 def benchmark(asked: argparse.Namespace) -> Row:
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="pairs-") as path:
         runs = alternated(asked, Path(path))
+    if asked.svg:
+        drawn(runs["padded"], runs["evenload"], asked.task).save_svg(str(asked.svg), title="evenload")
     rows = [summary(rows, runs["padded"]) for rows in runs.values()]
     return {"task": asked.task, "layout": asked.layout, "rows": rows}
 
 
 if __name__ == "__main__":
     layouts = ("ddp", *(layout for layout in launching.LAYOUTS if layout != "ddp"))
-    main(options(__doc__, repeats=3, layout=layouts, task=tuple(TASKS), variants=[], quick=False), benchmark, table)
+    own = {"layout": layouts, "task": tuple(TASKS), "variants": [], "quick": False, "svg": Path}
+    main(options(__doc__, repeats=3, **own), benchmark, table)

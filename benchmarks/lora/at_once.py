@@ -6,7 +6,7 @@ Every job has 2 CPU ranks (gloo, float32, adapters of rank 16), and each tenant 
 variants, as many steps. Variants alternate. Jobs line up when all of them are ready, so nobody's imports take time from
 another one's steps: *to the first step* is from the launch until then, with building the model and a step to warm up;
 tokens/s are those of all jobs from there until the last one is done. *Memory* is what all processes have of their own
-(resident and anonymous: no code, no files) behind the last step: a base each, and what torch and its libraries take.
+(resident and anonymous: no code, no files) after the last step: a base each, and what torch and its libraries take.
 Measured.
 """
 
@@ -38,7 +38,7 @@ def work(asked: argparse.Namespace) -> None:
         batches = [batch_of(step, numbers, asked.samples, asked.longest) for step in range(asked.steps + 1)]
         plans = [plan_of(job.chain, batch) for batch in batches]
         trained(job, plans[0], batches[0])
-        if job.leads:
+        if job.is_rank0:
             _line_up(Path(asked.meet), asked.numbers, asked.jobs)
         job.gather(0.0)
         begin = time.time()  # a clock that all processes share
@@ -46,8 +46,8 @@ def work(asked: argparse.Namespace) -> None:
             losses = trained(job, plan, batch)
         end = time.time()
         own_bytes = float(job.gather(_own_bytes()).sum())
-        leads = job.leads
-    if leads:
+        is_rank0 = job.is_rank0
+    if is_rank0:
         tokens = sum(int(batch.lengths.sum()) for batch in batches[1:])
         result = {"begin": begin, "end": end, "tokens": tokens, "own_bytes": own_bytes, "losses": list(losses.items())}
         print(json.dumps(result))

@@ -76,12 +76,12 @@ def table(result: dict[str, Any]) -> Any:
         cells = ["bare base" if name == BARE else f"{name} tenant{'s' * (name != '1')}"]
         for kind in ("passes", "seconds"):
             over = of_name[kind]["over"]
-            compared = ["", ""] if name == BARE else [f"{over['median']:.2f}x", interval(over)]
+            compared = ["", ""] if name == BARE else [f"{over['of_totals']:.2f}x", interval(over)]
             cells += [seconds(of_name[kind]["median"]), *compared]
         rows.append(cells)
     head = ("", "passes", "over bare", "95 %", "step", "over bare", "95 %")
     tokens = np.mean([row["tokens"] for row in result["rows"]])
-    note = f"{tokens:,.0f} tokens a step in the mean; rank {ADAPTER.r} on all linear layers"
+    note = f"{tokens:,.0f} tokens a step on average; rank {ADAPTER.r} on all linear layers"
     return grid(f"adapters over the bare frozen base, {result['host']['device']}, measured", head, rows, note)
 
 

@@ -15,9 +15,8 @@ import numpy as np
 from evenload.core.aliases import Ints
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.recipe.tenant import TenantTrain
 
 VOCABULARY = 256
 SHORTEST, LONGEST = 16, 4096
@@ -90,8 +89,8 @@ def train_of(tenant: int, samples: int) -> TenantTrain:
 def on_rank(layout: str) -> Iterator[Any]:
     """This rank's `TenantJob`, where nobody is yet. Collective."""
     from evenload.api import load_plugins
+    from evenload.plugins.lora.arrivals.job import TenantJob
     from evenload.training.job import open_host, open_world
-    from evenload.training.tenants.arrivals.job import TenantJob
 
     load_plugins()
     recipe = recipe_of(layout)

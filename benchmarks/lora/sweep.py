@@ -23,8 +23,8 @@ from evenload.benchmarks.frame import RECIPES, command, main, options
 from evenload.commands.tables.show import grid
 from evenload.core.input import reading
 from evenload.core.input.format import seconds
-from evenload.core.recipe.tenant import Tenant
-from evenload.training.shared_plan.trials import HALVE_EVERY, sweep_of
+from evenload.plugins.lora.sweeps.trials import HALVE_EVERY, sweep_of
+from evenload.plugins.lora.tenant_file import Tenant
 
 HALVING, FULL = "halving", "full"
 FILE = RECIPES / "sweeps" / "importlib.yaml"
@@ -100,7 +100,7 @@ def table(result: dict[str, Any]) -> Any:
         winners = ", ".join(dict.fromkeys(run["winner"] for run in own))
         rows.append([variant, winners, f"{own[0]['loss']:.4f}", str(own[0]["steps"]), *times])
     ratio, whole = (np.median([run[FULL][key] / run[HALVING][key] for run in runs]) for key in ("train_s", "all_s"))
-    note = f"halving is faster by {ratio:.2f}x, start and evaluations with it {whole:.2f}x"
+    note = f"halving has a speedup of {ratio:.2f}x, start and evaluations with it {whole:.2f}x"
     head = ("", "winner", "held-out loss", "steps of trials", "train", "in all")
     return grid(f"sweep of {result['file']}, measured", head, rows, note)
 

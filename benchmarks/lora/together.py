@@ -91,8 +91,8 @@ def work(asked: argparse.Namespace) -> None:
     with on_rank(asked.layout) as job:
         cases = [measured(job, asked.tenants, samples, asked.steps, asked.longest) for samples in asked.samples]
         result = {"layout": asked.layout, "cases": cases, "host": job.host.describe()}
-        leads = job.leads
-    if leads:
+        is_rank0 = job.is_rank0
+    if is_rank0:
         print(json.dumps(result))
 
 
@@ -105,7 +105,7 @@ def table(result: dict[str, Any]) -> Any:
         "tenants x samples": "{tenants} x {samples}",
         "tokens/s together": f"{{tokens_per_s[{TOGETHER}]:,.0f}}",
         "one after another": f"{{tokens_per_s[{ALONE}]:,.0f}}",
-        "faster by": "{over[median]:.2f}x",
+        "speedup": "{over[of_totals]:.2f}x",
         "95 %": lambda case: interval(case["over"]),
         "predicted": "{predicted:.2f}x",
         "apart": "{apart:.0e}",

@@ -102,7 +102,7 @@ def tokens_of(shape: Shape) -> Callable[[int], npt.NDArray[np.int64]]:
 
 @contextmanager
 def hosted(shape: Shape, world: World, recompute: bool) -> Iterator[Any]:
-    """A real Megatron-Core GPT behind evenload's host, warmed up."""
+    """A real Megatron-Core GPT in evenload's host, warmed up."""
     from evenload.integrations.megatron import open_host
 
     host = open_host(shape.recipe(recompute), world)

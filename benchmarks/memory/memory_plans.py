@@ -13,7 +13,7 @@ rank of a stage.
                   steps (`runtime.measure.memory`) and the peak above it
 
 DeepSpeed's reduce_bucket_size is 10^6 here: its default makes ZeRO 1 and 2 take 2 GB for the gradient sum (and ZeRO 3
-keep 2 GB), beside which plans of this size would not be seen.
+keep 2 GB), next to which plans of this size would not be seen.
 """
 
 from __future__ import annotations

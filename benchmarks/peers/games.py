@@ -118,7 +118,7 @@ def one_forward_one_backward(stages: int, count: int) -> Rows:
 def zero_bubble(stages: int, count: int, times: int) -> Rows:
     """The schedules of Qi et al. (arXiv 2401.10241, section 2): ZB-H1 (ZB-1p) with ``times`` 1, ZB-H2 (ZB-2p) with 2.
 
-    A stage runs so many times as far ahead as in 1F1B, and its W lag behind its backwards by as many as the first stage
+    A stage runs so many times as far ahead as in 1F1B, and its W lag its backwards by as many as the first stage
     has more forwards in flight.
     """
     rows = []

@@ -1,4 +1,4 @@
-"""Sequences shared by ranks beside Megatron's schedulers. All predicted; planning is CPU seconds of one process.
+"""Sequences shared by ranks next to Megatron's schedulers. All predicted; planning is CPU seconds of one process.
 
     python benchmarks/peers/mesh.py [--lengths FILE] [--ranks 64] [--samples 512] [--batches 2] [--json] [--out FILE]
 
@@ -16,18 +16,21 @@ order, without a barrier between its groups, which is to its advantage.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.benchmarks.chains import batches, without_sums
+from evenload.benchmarks.chains import SEED, batches, without_sums
 from evenload.benchmarks.frame import Row, columns, main, means, options, timed
-from evenload.benchmarks.peers.shared import case_result, sets_of, who_is_ahead
 from evenload.benchmarks.planning import mesh as planning
-from evenload.core.plan.step_plan import Lengths, StepPlan
+from evenload.benchmarks.published.lengths import drawn
+from evenload.core.plan.step_plan import Lengths, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
+from evenload.data.lengths import read_lengths
 from evenload.data.samples.cut import cut
 
 H200_WORDS = [
@@ -37,6 +40,19 @@ H200_WORDS = [
     "data.max_length=262144",
 ]
 LONGEST = {"A100": 384 * 1024, "H200": 256 * 1024}
+MOST_LINES = 60_000
+"""Of a file of lengths."""
+LONG_TAIL = "long tail (log-normal)"
+"""After long prompts of conversations, an assumption: median 6,800 tokens, shape 1.1, up to 131,072."""
+
+
+def sets_of(files: Iterable[str]) -> dict[str, Lengths]:
+    """Lengths by name: the files, or a stand-in for Wikipedia where there are none, and a drawn long tail."""
+    named = {Path(path).stem: read_lengths(Path(path))[:MOST_LINES] for path in files}
+    if not named:
+        named = {"wikipedia-like": as_lengths(drawn("wikipedia-like", MOST_LINES))}
+    tail = np.random.default_rng(SEED).lognormal(np.log(6800), 1.1, MOST_LINES)
+    return {**named, LONG_TAIL: as_lengths(tail.astype(np.int64).clip(16, 131_072))}
 
 
 def chain_of(machine: str, ranks: int, samples: int) -> PlanChain:
@@ -82,10 +98,10 @@ def benchmark(asked: Any) -> Row:
     named = sets_of(asked.lengths)
     planning.balanced_cp(np.array([1]), 1, 1)  # so that no row counts its import
     cases = [case_of(name, lengths, machine, asked) for name, lengths in named.items() for machine in LONGEST]
-    for case in cases:
-        for row in case:
-            row["over_evenload"] = row["step_s"] / case[0]["step_s"]
-    return {"predicted": True, **case_result(asked, cases, "step_s", "lengths", "machine")}
+    rows = [{**row, "over_evenload": row["step_s"] / case[0]["step_s"]} for case in cases for row in case]
+    ahead = [row for row in rows if row["over_evenload"] < 1 - 1e-6]
+    sizes = {key: getattr(asked, key) for key in ("ranks", "samples", "batches")}
+    return {"predicted": True, **sizes, "rows": rows, "ahead": ahead}
 
 
 def table(result: Row) -> Any:
@@ -100,7 +116,8 @@ def table(result: Row) -> Any:
         "planning": "{plan_s:seconds}",
     }
     size = f"{result['samples']} on {result['ranks']} ranks, {result['batches']} batches"
-    caption = f"predicted; planning: CPU seconds; ahead of evenload: {who_is_ahead(result)}"
+    ahead = "; ".join(f"{row['lengths']}, {row['machine']}: {row['name']}" for row in result["ahead"])
+    caption = f"predicted; planning: CPU seconds; ahead of evenload: {ahead or 'nobody'}"
     return columns(f"sequences shared by ranks: {size}", result["rows"], cells, caption)
 
 

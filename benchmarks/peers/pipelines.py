@@ -1,4 +1,4 @@
-"""Pipelines beside other people's schedules: sequences of one length, and ragged ones. Predicted; planning measured.
+"""Pipelines next to other people's schedules: sequences of one length, and ragged ones. Predicted; planning measured.
 
     python benchmarks/peers/pipelines.py [--wikipedia FILE] [--mooncake FILE] [--quick] [--json] [--out FILE]
 

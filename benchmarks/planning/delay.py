@@ -1,4 +1,4 @@
-"""What outlier delay gains and how late it trains tokens, beside WLB-LLM's queues by length. All is predicted.
+"""What outlier delay gains and how late it trains tokens, against WLB-LLM's queues by length. All is predicted.
 
     python benchmarks/planning/delay.py --lengths FILE [--max-lengths 262144,65536] [--size 512] [--ranks 64] \\
         [--delays 1,2,4,8]
@@ -7,7 +7,7 @@
 Every global batch of the file is drawn as training would draw it; longer samples are split. Cost of a sequence of s
 tokens: 24576 s + s^2, a 7B model's (verl, utils/seqlen_balancing.py). The busiest rank of a step takes the larger of
 the costliest sequence and the mean share: the bound that packing comes within 1 % of. "step / ideal" sums it over all
-steps and divides by the sum of the mean shares, so 1 is even; "late" is how many steps tokens waited in the mean.
+steps and divides by the sum of the mean shares, so 1 is even; "late" is how many steps tokens waited on average.
 
     one queue        evenload (plugins/packing/delay.py)
     mean share       those above the mean share of all wait until one is due or there are as many as ranks
@@ -33,7 +33,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.registry import HoldBack
 from evenload.data.lengths import read_lengths
 from evenload.data.samples.cut import cut
-from evenload.data.samples.order import BatchSize, SampleOrder
+from evenload.data.samples.order import BatchSize
 from evenload.plugins.packing.delay import outliers
 from evenload.training.drawing import Drawing, num_waiting
 
@@ -94,7 +94,7 @@ def chain_with(rule: Rule, ranks: int, most: int) -> PlanChain:
 
 def measure(lengths: Ints, size: int, ranks: int, rule: Rule, most: int) -> dict[str, Any]:
     """Drawing once through the lengths. Raises ZeroDivisionError for fewer than one batch."""
-    draw = Drawing(SampleOrder(len(lengths), SEED), lengths, BatchSize(size), chain_with(rule, ranks, most))
+    draw = Drawing(None, lengths, BatchSize(size), chain_with(rule, ranks, most), seed=SEED)
     busiest = ideal = late = tokens = 0.0
     longest_queue = 0
     for _ in range(len(lengths) // size):
@@ -143,7 +143,7 @@ def table(result: dict[str, Any]) -> Any:
         ]
     head = ("context", "rule", "off", *(f"at most {most} steps" for most in delays))
     about = f"{result['size']} sequences a step on {result['ranks']} ranks"
-    caption = "busiest rank over ideal, all steps summed; steps by which tokens are late in the mean; all predicted"
+    caption = "busiest rank over ideal, all steps summed; steps by which tokens are late on average; all predicted"
     return grid(f"outlier delay on {result['lengths']}, {about}", head, lines, caption)
 
 

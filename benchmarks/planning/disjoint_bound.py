@@ -8,7 +8,7 @@ others may be divided (b_k: sequences of that length):
                                       sum_k f(tokens_k / (d * cap)) x_kd <= n_d    for some dual feasible f
 
 A function f is dual feasible if weights that sum to at most 1 have f's that do (Fekete and Schepers, Math. Prog. 2001);
-it tells the program that what does not fit beside each other takes groups of its own. C is refused only where the
+it tells the program that what does not fit together takes groups of its own. C is refused only where the
 solver's *dual* bound on the ranks exceeds N: what a solver that ran out of nodes has not found may still exist.
 """
 

@@ -4,7 +4,7 @@
                                      [--json] [--out FILE]
 
 A setting is a function of its number: plugins (each subset but none), trainer, one of five clusters, costs, model,
-layout, caps and other keys of the plugins, and lengths of ten kinds, from equal ones to a giant beside short ones. Each
+layout, caps and other keys of the plugins, and lengths of ten kinds, from equal ones to a giant among short ones. Each
 is planned as ``evenload plan`` does, and the plan is held to the laws once more. A row of its table is lawful that
 keeps caps, settings and memory (``over_caps`` null). ``--against`` names a folder from which another version of the
 package can be imported as ``evenload``: it plans the same settings, the two taking turns in processes of their own.

@@ -12,7 +12,7 @@ FlexSP        ZeRO-3, Ulysses all-to-all alone, degrees that are powers of two, 
               (`disjoint_bound`, an integer program, given the same micro-batches).
 Megatron      BalancedCPScheduler of the installed megatron-core on the same batches, cap 8,192 tokens a rank: busiest
               over mean rank in linear and quadratic compute, of which every group of its plan is a barrier; and the
-              step simulated beside evenload's, launches left out, each sequence shared in the way predicted fastest.
+              step simulated next to evenload's, launches left out, each sequence shared in the way predicted fastest.
 large         1,024 ranks, 8,192 sequences, all cp_comm types; launches left out where ranks are not in step.
 """
 

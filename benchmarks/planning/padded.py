@@ -1,4 +1,4 @@
-"""Even padded groups beside other people's rules, their certified bound, and in small batches every plan. Predicted.
+"""Even padded groups next to other people's rules, their certified bound, and in small batches every plan. Predicted.
 
     python benchmarks/planning/padded.py [--quick] [--json] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""How fast and how even evenload plans, beside every baseline: K sequences on R ranks; imbalance is predicted.
+"""How fast and how even evenload plans, against every baseline: K sequences on R ranks; imbalance is predicted.
 
     python benchmarks/planning/planner.py [--lengths FILE] [--max-length 8192] [--sizes 512x64,4096x256,65536x1024] \\
         [--runs 5]
@@ -45,7 +45,7 @@ def measure(asked: Any, lengths: Lengths, size: int, num_ranks: int) -> list[Row
     drawn = list(batches(lengths, size, asked.runs))
     bounds = [chain.plan(batch).bound_s for batch in drawn]
     rows = []
-    for name in ("", *chain.baseline_names):
+    for name in ("", *chain.rivals.names):
         if name == "karmarkar_karp" and size * num_ranks > DIFFERENCING_LIMIT:
             continue
         steps = [_step(replace(chain, instead=name), *pair) for pair in zip(drawn, bounds, strict=True)]

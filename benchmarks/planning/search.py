@@ -6,12 +6,12 @@
 gap       13B on A100s (Megatron-Core, bf16, no pins), one core: CPU seconds, those of the space among them, until there
           is an answer, until nothing else in the space can be more than 3 % and 1 % faster, and what is known at the
           limit. Lengths are Wikipedia's to 64K, also with the longest in every 128 set to 64K (a tail as of a mixture)
-choices   four models x three sets of lengths on 64 A100s, steps predicted. Beside the best of the search:
+choices   four models x three sets of lengths on 64 A100s, steps predicted. Next to the best of the search:
             fixed     what a search over the same settings picks that takes all sequences to be of one length and shares
                       none (Galvatron's executable space, arXiv 2504.21411), on the real lengths: windows of the longest
                       with as many tokens, or all of the mean length
-            table     layouts of a table of rules (`core.search.answer.BY_HAND`) without plugins: the fastest that fits
-                      of packs in the order of the batch under every cap, recomputed or not
+            table     layouts of a table of rules (`plugins.search.answer.BY_HAND`) without plugins: the fastest that
+                      fits of packs in the order of the batch under every cap, recomputed or not
             on it     our plugins on the layouts of that table, the best setting of any
 
 Without a file Wikipedia's lengths are the stand-in of published/lengths.py. Every search ends at its limit or when
@@ -38,13 +38,13 @@ from evenload.core.errors import EvenloadError
 from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.floors import step_floor_s
 from evenload.core.planning.judge import judge
 from evenload.core.recipe.recipe import Recipe
 from evenload.core.recipe.sizes import shape_of
-from evenload.core.search.answer import BY_HAND, said
-from evenload.core.search.best_first import Played, SearchState, best_first
-from evenload.core.search.floors import step_floor_s
-from evenload.core.search.space import CAPS, SearchBatch, space_of
+from evenload.plugins.search.answer import BY_HAND, said
+from evenload.plugins.search.best_first import Played, SearchState, best_first
+from evenload.plugins.search.space import CAPS, SearchBatch, space_of
 from rich.console import Group
 
 LONGEST, EACH_TAIL, SEED = 64 * K, 128, 7
@@ -161,7 +161,7 @@ def layout_of(one: Played) -> str:
 
 
 def choice_row(model: str, name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float) -> Row:
-    """A model and lengths: the best of the search beside other choices."""
+    """A model and lengths: the best of the search next to other choices."""
     recipe, (label, batch) = a100s(SHAPES[model], size), batch_of(name, size, wikipedia)
     known = searched(recipe, ranks, batch, limit_s, {})
     best = known.state.best

@@ -11,7 +11,7 @@ once, or there is no row. Work is verl's of a 7B model, 24,576 n + n^2 for a sam
 busiest rank's work over the mean, of the batches of a set together, 1 at best. Packs over the cap are counted: such a
 row stands below those that keep it, since it may not run. Batches are drawn, alike on every machine.
 
---write puts the figures into standing.json beside the planners and into docs/benchmarks/standing.md; a test computes
+--write puts the figures into standing.json (next to the planners) and benchmarks/results/standing.md; a test computes
 them again.
 """
 
@@ -31,7 +31,7 @@ from evenload.core.plan.step_plan import Lengths, as_lengths
 
 HERE = Path(__file__).parent
 FIGURES = HERE / "standing" / "standing.json"
-PAGE = HERE.parents[1] / "docs" / "benchmarks" / "standing.md"
+PAGE = HERE.parent / "results" / "standing.md"
 BATCHES = 3
 
 

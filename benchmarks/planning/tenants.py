@@ -30,13 +30,13 @@ from evenload.commands.tables.show import grid
 from evenload.core.aliases import Ints
 from evenload.core.machine.shape import Shape
 from evenload.core.plan.step_plan import as_lengths
-from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import certified_s, outcome_of
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.recipe import RECIPES, load
 from evenload.core.recipe.sizes import shape_of
 from evenload.data.sources import open_source
+from evenload.plugins.lora.costs import TenantLoad, with_tenants
 
 MEDIAN, SHAPE, SHORTEST, LONGEST = 180, 0.9, 16, 4096
 FILE_TOKENS = 8192

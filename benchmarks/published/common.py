@@ -67,8 +67,6 @@ class Way:
     degrees: Degrees
     max_tokens: int
     """Of a micro-batch on a rank."""
-    micro_batch_size: int = 1
-    """Samples of a micro-batch of ``padded``."""
     packing: tuple[tuple[str, Any], ...] = ()
     """Further settings of plugins.packing."""
 
@@ -92,7 +90,7 @@ class Machines:
     @cache  # noqa: B019  # a script's settings live as long as the script
     def chain(self, setup: Way) -> PlanChain:
         """The chain of a way. Raises EvenloadError for a layout that the model or the machines do not allow."""
-        d, sizes = setup.degrees, {"global_batch_size": 1 << 20, "micro_batch_size": setup.micro_batch_size}
+        d, sizes = setup.degrees, {"global_batch_size": 1 << 20, "micro_batch_size": 1}
         recipe = recipe_of(
             {
                 "model": {"vocab_size": 32000, **MODELS[self.model]},

@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
         )
 
     def like(self, wanted: float, imbalance: Imbalance, draws: int) -> list[Ints]:
-        """Loads whose imbalance is so much in the mean, by bisection of the steepness."""
+        """Loads whose imbalance is so much on average, by bisection of the steepness."""
         low, high, loads = 0.0, 3.0, list[Ints]()
         for _ in range(30):
             middle = (low + high) / 2

@@ -13,7 +13,7 @@ gathers is in the coefficient of a launch. Seconds of a step:
     BatchAda   FlexSP-BatchAda: the best one degree of each batch
     each       the best one degree of each micro-batch: what sorting alone gives, the strongest simple baseline
     evenload   the packing plugin on lanes of parallel.cp ranks, the best one degree of all batches (what a recipe can
-               say today), and of each batch. Nothing is cut: beside a full micro-batch these cards have no room for the
+               say today), and of each batch. Nothing is cut: after a full micro-batch these cards have no room for the
                keys and values of a cut sequence
     mesh, Ulysses    the mesh plugin with what FlexSP has: all-to-all alone on powers of two of ranks, heads not counted
     mesh       the mesh plugin with every cp_comm (rings over the links of the cluster file, heads counted), any degree

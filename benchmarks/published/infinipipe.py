@@ -58,7 +58,7 @@ class Theirs:
     """What the paper gives its baselines for a model."""
 
     cp: int
-    """Of Megatron-LM, beside TP 8."""
+    """Of Megatron-LM, next to TP 8."""
     megatron_layers: int
     """That are recomputed."""
     sp: int

@@ -3,7 +3,7 @@
     python benchmarks/published/laer.py [--quick] [--json] [--out FILE]
 
 Mixtral 8x7B and 8x22B and a Qwen of 8x7B, each with 8 experts of which a token meets 2 and with 16 half as wide of
-which it meets 4, on 4 nodes of 8 A100; 128 sequences of 8,192 tokens a step. Its shipped steps stand beside what
+which it meets 4, on 4 nodes of 8 A100; 128 sequences of 8,192 tokens a step. Its shipped steps stand next to what
 `core.experts.seconds` says of the layers' experts and exchanges, from its own profile: 6.1 ms forward for 4,096 routed
 tokens of an 8x7B expert (237 TFLOP/s), 216 GB/s inside a node and 89 GB/s between nodes.
 
@@ -12,7 +12,7 @@ tokens of an 8x7B expert (237 TFLOP/s), 216 GB/s inside a node and 89 GB/s betwe
     rules      its layout's rules, as the moe plugin's baseline has them, on the very loads that then come, in the
                places and at the costs of clone
     clone      evenload's exact planner, ep 8 inside every node: as many experts a rank as LAER has, own ones and
-               copies together; counts gathered, weights sent behind tokens, gradients sent home, nothing else hidden
+               copies together; counts gathered, weights sent after tokens, gradients sent home, nothing else hidden
 
 What is explained is static - LAER in these seconds over the same of the shipped steps. A step of evenload is predicted
 as LAER's shipped one with its experts and exchanges replaced.

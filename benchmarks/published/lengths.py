@@ -10,7 +10,7 @@ function of name, number and seed alone.
                        those over 256K; the body is an assumption
     commoncrawl-like   an assumption: FlexSP (arXiv 2412.01523) says only that it is heavier than Wikipedia, of which
                        96 % is under 8K
-    arxiv-like         an assumption: papers of some thousand to some ten thousand tokens, 18K in the mean
+    arxiv-like         an assumption: papers of some thousand to some ten thousand tokens, 18K on average
     byted-like         ByteScale, ibid.: 80 % of samples up to 4K; 1 % from 128K on, with 44.3 % of the tokens; 0.05 %
                        from 2M on, with 12.1 %; 37 % of tokens over 256K
     sft-like           ChunkFlow (arXiv 2503.02356): below 1K about 90 %, 1-4K 8 %, 4-32K 2 %, over 32K below 0.1 %

@@ -107,7 +107,7 @@ def noisy_seconds(plan: StepPlan, context: PlanningContext, spread: float, tries
 
 
 def layers_of(plan: StepPlan) -> list[float]:
-    """Layers that a micro-batch recomputes in the mean, by stage."""
+    """Layers that a micro-batch recomputes on average, by stage."""
     count, layers = len(plan.micro_batches), plan.limits.layers_per_stage
     return [sum(layers_again(plan, stage).values()) * layers / count for stage in range(plan.limits.num_stages)]
 

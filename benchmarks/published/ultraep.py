@@ -8,10 +8,10 @@ here too. From it `core.experts.seconds` says what the layer takes under quotas,
 
     static     every expert at home: Megatron-LM in the paper
     even       all ranks have equally many tokens: its force-balanced ideal
-    clone      evenload's exact planner: counts gathered, planned, weights sent behind tokens and kept until backward,
+    clone      evenload's exact planner: counts gathered, planned, weights sent after tokens and kept until backward,
                gradients sent home in the type that is trained, as evenload's runtime does; hidden is nothing
     again      the same with weights fetched again in backward and gradients in float32, as UltraEP has them; its own
-               gradients travel beside other work
+               gradients travel alongside other work
 
 Loads are drawn: Zipf over shuffled experts, so steep that the busiest rank is 2.23, 2.86 or 1.30 over the mean, as
 published, each rank a Dirichlet sample of them. Between nodes: the same ranks in nodes of 8 with 400 Gbit/s each.
@@ -97,7 +97,7 @@ class Setting:
 
     @property
     def other_s(self) -> float:
-        """Beside experts and exchanges, forward and backward."""
+        """Besides experts and exchanges, forward and backward."""
         return (1 + BACKWARD) * OTHER_S * self.model.hidden / MEASURED.hidden
 
     @property

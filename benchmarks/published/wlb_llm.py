@@ -1,4 +1,4 @@
-"""WLB-LLM (OSDI'25, arXiv 2503.17924): micro-batches of variable length and delayed outliers, 1.23x in the mean.
+"""WLB-LLM (OSDI'25, arXiv 2503.17924): micro-batches of variable length and delayed outliers, 1.23x on average.
 
     python benchmarks/published/wlb_llm.py [--quick] [--json] [--out FILE]
 
@@ -40,7 +40,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.simulate.predict import micro_batch_imbalance
 from evenload.core.simulate.step import simulate
-from evenload.data.samples.order import BatchSize, SampleOrder
+from evenload.data.samples.order import BatchSize
 from evenload.training.drawing import Drawing
 
 DELAY = 4
@@ -189,7 +189,7 @@ def _delayed(setting: Setting, recompute: bool, batches: list[Batch]) -> Tally:
     lengths = np.concatenate(list(batches))
     chain = setting.chain("evenload", recompute, slices="off", max_delay_steps=DELAY)
     size = BatchSize(len(lengths) // len(batches))
-    drawing, total = Drawing(SampleOrder(len(lengths), SEED), lengths, size, chain), Tally()
+    drawing, total = Drawing(None, lengths, size, chain, seed=SEED), Tally()
     for _ in range(len(batches) + DELAY):
         total.add(chain.plan(as_lengths(drawing().lengths)), chain)
     return total

@@ -1,4 +1,4 @@
-"""Zeppelin (EuroSys'26, arXiv 2509.21841): sequences across nodes, inside one or on one rank; 2.80x in the mean.
+"""Zeppelin (EuroSys'26, arXiv 2509.21841): sequences across nodes, inside one or on one rank; 2.80x on average.
 
     python benchmarks/published/zeppelin.py [--quick] [--json] [--out FILE]
 
@@ -132,7 +132,7 @@ def table(result: dict[str, Any]) -> Any:
     }
     gains, hops = [r["gain"]["mesh"] for r in result["rows"]], result["hop_ms"]
     about = (
-        f"gains over TE CP; mesh: {np.mean(gains):.2f}x in the mean, {max(gains):.2f}x at most; a hop between nodes, "
+        f"gains over TE CP; mesh: {np.mean(gains):.2f}x on average, {max(gains):.2f}x at most; a hop between nodes, "
         f"3B: {hops['plain']:.2f} ms, routed {hops['routed']:.2f} ms (paper: 2.18 and 0.411)"
     )
     return columns(f"{result['title']} (predicted)", result["rows"], cells, about)

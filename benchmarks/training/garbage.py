@@ -4,27 +4,26 @@
         [--rounds 6] [key=value ...] [--json] [--out FILE]
 
 The same run takes blocks of steps in each mode by turns, the first round warms up. ``python`` is what Python does by
-itself. A step's seconds are those of the slowest rank by the wall clock, its collection behind it included; ``pause``
-are the seconds in which a rank collected in or behind it, of the rank that paused longest and in the mean of ranks.
+itself. A step's seconds are those of the slowest rank by the wall clock, its collection after it included; ``pause``
+are the seconds in which a rank collected in or after it, of the rank that paused longest and in the mean of ranks.
 Where other programs use the cores, pauses say more than steps: they are of the collecting rank alone.
 
 ``at 1,024``: predicted, the mean over steps of the longest pause of so many ranks that pause as these did, each by
 itself: of all steps under ``python``, and in a collected step of those that were collected.
 
-``left``: objects in cycles that nobody held any more, of one collection, in the mean: what waits for the next one.
+``left``: objects in cycles that nobody held any more, of one collection, on average: what waits for the next one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import resource
 import time
 from typing import Any
 
 import numpy as np
-from evenload.benchmarks.frame import Row, columns, main, options, started
+from evenload.benchmarks.frame import Row, columns, described, main, on_job, options, started
 
 PYTHON = "python"
 
@@ -74,7 +73,7 @@ def longest_s(pauses_s: list[float], draws: int) -> float:
 
 
 def at_many_ranks_s(own: list[Row], draws: int) -> float:
-    """Seconds of a step, in the mean, in which the longest of many ranks collects."""
+    """Seconds of a step, on average, in which the longest of many ranks collects."""
     every = int(own[0]["mode"].split()[1]) if own[0]["mode"] != PYTHON else 1
     groups = [
         [row["most_pause_s"] for row in own if (row["step"] % every == 0) == at_once] for at_once in (True, False)
@@ -102,27 +101,21 @@ def summary(rows: list[Row], num_ranks: int) -> Row:
 
 
 def on_rank(asked: argparse.Namespace) -> None:
-    from evenload.api import load_recipe
-    from evenload.training.job import run_rank
-
     modes: list[int | None] = [None, *asked.every]
 
     def work(job: Any) -> Row:
         rows = measured(job, modes, asked.block, asked.rounds)
-        about = {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         most_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "modes": summary(rows, asked.ranks),
             "rows": rows,
             "objects": len(gc.get_objects()),
             "rss_bytes": most_bytes,
-            **about,
+            **described(job),
         }
 
     steps = (asked.rounds + 1) * asked.block * len(modes) + 1
-    result = run_rank(load_recipe(asked.recipe, [*asked.settings, f"train.steps={steps}"]), work)
-    if result is not None:
-        print(json.dumps(result))
+    on_job(asked.recipe, [*asked.settings, f"train.steps={steps}"], work)
 
 
 def benchmark(asked: argparse.Namespace) -> Row:

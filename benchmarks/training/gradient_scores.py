@@ -1,4 +1,4 @@
-"""Losses and gradients of samples from packs, beside one sample a pass, as DataFlex takes them: CPU seconds of a core.
+"""Losses and gradients of samples from packs, against one sample a pass, as DataFlex takes them: CPU seconds of a core.
 
     python benchmarks/training/gradient_scores.py [--hidden 64] [--layers 2] [--samples 32] [--batches 6]
                                                   [--columns 1024] [--json] [--out FILE]
@@ -8,7 +8,7 @@ One model of Transformers on one rank, float32, LoRA of rank 8 on all linear lay
 packs      `Host.gradient_scores` on DeepSpeed (ZeRO 0): packs of evenload's plan, a row for each sample, projected
 a sample   PEFT's LoRA on the same weights, one sample a forward and a backward, unpadded; gradients projected sixteen
            at a time by the same code (DataFlex holds sixteen, in float16)
-losses     `Host.score` of the same plans, beside a forward of the plain model for each sample, unpadded
+losses     `Host.score` of the same plans, against a forward of the plain model for each sample, unpadded
 forwards   the products with one direction by two forwards of packs; backward: the same from rows
 
 "scoring" is of losses, "gradients" has no projection in it. Ratios are those of a batch, their median; "off" is the
@@ -29,8 +29,7 @@ from evenload.benchmarks.chains import plugins, recipe_of
 from evenload.benchmarks.frame import columns, main, options, timed
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.integrations.host.gradients import GradientScores, GradientSettings, PlannedSamples
 from evenload.runtime.adapters.places import Place, drawn
 from evenload.runtime.adapters.projection import projection
@@ -61,7 +60,7 @@ def recipe_for(asked: Any) -> Any:
 
 
 class OneAPass:
-    """PEFT's LoRA beside the weights of a host; a forward and a backward for each sample."""
+    """PEFT's LoRA on the weights of a host; a forward and a backward for each sample."""
 
     def __init__(self, recipe: Any, weights: Any) -> None:
         from peft import LoraConfig, get_peft_model

@@ -1,4 +1,4 @@
-"""What a mixture costs beside one source: its draws, and the losses of its domains in a step. Measured.
+"""What a mixture costs over one source: its draws, and the losses of its domains in a step. Measured.
 
     python benchmarks/training/mixture.py [--recipe mixture] [--ranks 2] [--steps 12] [key=value ...] [--json]
                                           [--out FILE]
@@ -11,12 +11,11 @@ losses   CPU seconds of a step, of all ranks together, with the losses of sequen
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
 import numpy as np
-from evenload.benchmarks.frame import main, options, started
+from evenload.benchmarks.frame import main, on_job, options, started
 from evenload.commands.tables.show import grid
 from evenload.core.input.format import seconds
 
@@ -67,8 +66,6 @@ def measured(job: Any, steps: int) -> list[dict[str, float]]:
 
 
 def on_rank(asked: argparse.Namespace) -> None:
-    from evenload.api import load_recipe
-    from evenload.training.job import run_rank
     from evenload.training.measuring import compare
 
     def work(job: Any) -> dict[str, Any]:
@@ -77,9 +74,7 @@ def on_rank(asked: argparse.Namespace) -> None:
         over = compare([row["with"] for row in rows], [row["without"] for row in rows])
         return {"step_s": means, "over": over, "rows": rows, "host": job.host.describe()}
 
-    result = run_rank(load_recipe(asked.recipe, asked.settings), work)
-    if result is not None:
-        print(json.dumps(result))
+    on_job(asked.recipe, asked.settings, work)
 
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +88,7 @@ def table(result: dict[str, Any]) -> Any:
     interval = "too few steps" if over["interval"] is None else "{:.3f} to {:.3f}".format(*over["interval"])
     caption = (
         f"a step takes {seconds(losses['step_s']['without'])} of CPU, with the losses of domains "
-        f"{seconds(losses['step_s']['with'])}: {over['median']:.3f} times as much ({interval})"
+        f"{seconds(losses['step_s']['with'])}: {over['of_totals']:.3f} times as much ({interval})"
     )
     return grid("domains", ("domains", "a sample"), rows, caption)
 

@@ -1,4 +1,4 @@
-"""Numbers of layers by stage, beside each other: training steps and CPU seconds of every stage, the numbers in turn.
+"""Numbers of layers by stage, side by side: training steps and CPU seconds of every stage, the numbers in turn.
 
     python benchmarks/training/unequal_stages.py [--layers 6] [--hidden 128] [--vocabulary 4096] [--samples 8]
                                                  [--rounds 2] [--steps 2] [--costs FILE] [--json] [--out FILE]
@@ -46,7 +46,7 @@ def staged(asked: argparse.Namespace, layers: Any) -> Any:
 
 def on_rank(asked: argparse.Namespace) -> None:
     """Both numbers in every round; rank 0 prints what came of it."""
-    from evenload.core.search.stage_layers import settled
+    from evenload.core.planning.stage_layers import settled
     from evenload.patches import bridge_cpu
     from evenload.runtime.world.world import close_world, init_world
 

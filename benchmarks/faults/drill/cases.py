@@ -32,7 +32,7 @@ class Setting:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Behind the path of the recipe."""
+        """After the path of the recipe."""
         return (*SMALL, *self.overrides)
 
 
@@ -96,13 +96,10 @@ class Case:
     phase: Phase
     how: str
     victim: int
-    launched: bool = False
-    """By the command itself, with all its imports; else forked from a process that has done them."""
 
     @property
     def name(self) -> str:
-        how = f"{self.how} rank {self.victim}"
-        return f"{self.setting.name}, {self.phase.name}, {how}{', by the command' if self.launched else ''}"
+        return f"{self.setting.name}, {self.phase.name}, {self.how} rank {self.victim}"
 
     @property
     def ends(self) -> bool:
@@ -153,11 +150,9 @@ def cases_of(setting: Setting, collectives: Iterable[str]) -> Iterator[Case]:
         yield Case(setting, BY_NAME[name], "nan", 1)
     for name in ("save", "log"):
         yield Case(setting, BY_NAME[name], "disk", 0)
-    for name, how, victim in (("forward", "stop", 0), ("update", "kill", 1)):
-        yield Case(setting, BY_NAME[name], how, victim, launched=True)
     for name in TERMINATED:
         if name in _phases(setting):
-            yield Case(setting, BY_NAME[name], "terminate", 0, launched=True)
+            yield Case(setting, BY_NAME[name], "terminate", 0)
     for name in collectives:
         phase = Phase(f"in {name}", "call", name)
         yield from (Case(setting, phase, "kill", 1), Case(setting, phase, "stop", 0))
@@ -170,11 +165,11 @@ QUICK = (
     ("megatron mesh", "ring", "kill", 1),
     ("megatron pipeline", "hand-over", "stop", 0),
     ("zero 3 packing", "convert, later", "kill", 0),
-    ("zero 1 packing", "forward", "terminate", 0, True),
+    ("zero 1 packing", "forward", "terminate", 0),
 )
 
 
 def quick_cases() -> list[Case]:
     """One for each way in which a job waits for a rank, and one of numbers; what raises, and full disks, end alone."""
     settings = {setting.name: setting for setting in SETTINGS}
-    return [Case(settings[name], BY_NAME[phase], *rest) for name, phase, *rest in QUICK]  # type: ignore[arg-type]
+    return [Case(settings[name], BY_NAME[phase], how, victim) for name, phase, how, victim in QUICK]

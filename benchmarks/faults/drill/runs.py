@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,9 +19,22 @@ import evenload
 from cases import FAULTY_STEP, Case, Setting
 from evenload.training.checkpoint.checkpoints import last_good
 from plant import VARIABLE
-from warm import finish
 
-LIMIT_S = 90.0
+LIMIT_S = 150.0
+ORPHAN_S = 2.0
+"""How long what a job left behind may take to end by itself."""
+OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLANT = """
+import json, os, sys
+fault = json.loads(os.environ.get("EVENLOAD_FAULT", "{}"))
+if fault and not os.path.exists(fault["stamp"]):
+    try:
+        import plant
+        plant.plant_from_environment()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+"""
 HERE = Path(__file__).parent
 PACKAGE = Path(evenload.__file__).parent
 DISK_BYTES = 24_000_000
@@ -36,50 +50,64 @@ Steps = dict[int, tuple[list[int], float]]
 """Samples and loss of every step."""
 
 
-class Forge:
-    """The process that has imported a trainer (warm.py)."""
-
-    def __init__(self, trainer: str) -> None:
-        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        env = {**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, str(HERE / "warm.py"), trainer]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def run(self, place: Path, arguments: tuple[str, ...], fault: Row | None, output: Path) -> Row:
-        job = {"place": str(place), "arguments": arguments, "fault": fault, "output": str(output), "limit_s": LIMIT_S}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer: Row = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+def environment(plants: Path, fault: Row | None) -> dict[str, str]:
+    """Of a job in whose victim the fault happens once; it comes with a sitecustomize in the folder ``plants``."""
+    plants.mkdir(parents=True, exist_ok=True)
+    (plants / "sitecustomize.py").write_text(PLANT)
+    paths = os.pathsep.join([str(plants), str(HERE), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    others = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    return {**others, **own, **({VARIABLE: json.dumps(fault)} if fault else {})}
 
 
-def by_the_command(place: Path, arguments: tuple[str, ...], fault: Row, output: Path) -> Row:
-    """The same with ``python -m evenload``; the fault comes with sitecustomize."""
-    plants = place / "plants"
-    plants.mkdir()
-    (plants / "sitecustomize.py").write_text("import plant\nplant.plant_from_environment()\n")
-    paths = [str(plants), str(HERE), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: json.dumps(fault), "OMP_NUM_THREADS": "1"}
-    with output.open("a") as out:
-        command = [sys.executable, "-m", "evenload", *arguments]
-        job = subprocess.Popen(command, cwd=place, env=env, stdout=out, stderr=out, start_new_session=True)
+def started(command: list[str], env: dict[str, str], output: Path, place: Path) -> subprocess.Popen[bytes]:
+    """A launcher in a session of its own; all that its processes print comes to ``output``."""
+    with output.open("ab") as out:
+        return subprocess.Popen(command, cwd=place, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
+def code_of(job: subprocess.Popen[bytes]) -> int | None:
+    """The launcher's exit code; None: it had to be killed."""
+    try:
+        return job.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+        return None
+
+
+def ended(job: subprocess.Popen[bytes], place: Path) -> Row:
+    """How and when the launcher ended, and the processes that it left behind, which are killed."""
+    code, ended_s, patience = code_of(job), time.time(), time.monotonic() + ORPHAN_S
+    while left_behind(job.pid, place) and code is not None and time.monotonic() < patience:
+        time.sleep(0.1)
+    return {"code": code, "ended_s": ended_s, "orphans": killed(job.pid, place)}
+
+
+def killed(session: int, place: Path) -> list[str]:
+    """The command lines of what was left of a session and had to be killed."""
+    commands = []
+    for pid in left_behind(session, place):
         try:
-            code: int | None = job.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = None
-            job.kill()
-            job.wait()
-    return finish(job.pid, code, time.time(), str(place))
+            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200])
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+    return commands
+
+
+def left_behind(session: int, place: Path) -> list[int]:
+    """Processes of a session, or that work in a folder, zombies left out."""
+    pids = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, *fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if state != "Z" and (int(fields[2]) == session or os.readlink(folder / "cwd").startswith(str(place))):
+                    pids.append(int(folder.name))
+            except OSError:
+                continue
+    return pids
 
 
 def steps_of(log: Path) -> Steps:
@@ -108,11 +136,10 @@ def compared(steps: Steps, wanted: Steps, first: int = 0) -> Row:
 
 
 class Drill:
-    """One folder, one process a trainer, and for each setting a run that nothing disturbs."""
+    """One folder, and for each setting a run that nothing disturbs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._forges: dict[str, Forge] = {}
         self._undisturbed: dict[tuple[str, int], Path] = {}
         self._disk = folder / "disk"
         self._disk.mkdir()
@@ -121,8 +148,6 @@ class Drill:
         self.has_disk = subprocess.run(mount, capture_output=True, check=False).returncode == 0
 
     def close(self) -> None:
-        for forge in self._forges.values():
-            forge.close()
         if self.has_disk:
             subprocess.run(["umount", str(self._disk)], check=True)
 
@@ -141,8 +166,7 @@ class Drill:
         if case.phase.name == "log":
             log = (f"log.jsonl={self._disk}/log.jsonl", f"log.tensorboard={self._disk}/board")
             arguments = (*arguments, *log, "--json")
-        run = by_the_command if case.launched else self._forge(case.setting).run
-        ended = run(place, arguments, fault, output)
+        end = self._ran(place, arguments, fault, output)
         text = output.read_text(errors="replace")
         at_s, where = json.loads(stamp.read_text()) if stamp.exists() else (None, "")
         good = last_good(place / "kept")
@@ -153,12 +177,12 @@ class Drill:
             "phase": case.phase.name,
             "fault": f"{case.how} rank {case.victim}",
             "mark": where,
-            "seconds": at_s and round(ended["ended_s"] - at_s, 1),
-            "code": ended["code"],
+            "seconds": at_s and round(end["ended_s"] - at_s, 1),
+            "code": end["code"],
             "messages": messages_of(text),
             "tracebacks": text.count("Traceback (most recent call last)"),
             "lines": len(text.splitlines()),
-            "orphans": ended["orphans"],
+            "orphans": end["orphans"],
             "last_good": good.name if good else None,
             **self._go_on(case, place, text),
         }
@@ -170,7 +194,7 @@ class Drill:
         """Resume without a fault, and compare all steps with the run that nothing disturbed."""
         output = self._folder / "resumed"
         output.unlink(missing_ok=True)
-        answer = self._forge(case.setting).run(place, self._arguments(case.setting, 2), None, output)
+        answer = self._ran(place, self._arguments(case.setting, 2), None, output)
         wanted = steps_of(self._reference(case.setting, 2) / "log.jsonl")
         steps = steps_of(place / "log.jsonl") if case.phase.name != "log" else steps_by_loss(text, wanted)
         begun = FAULTY_STEP - 1 if case.phase.begins != "fresh" else 0
@@ -202,7 +226,7 @@ class Drill:
             place.mkdir()
             trace = {"rank": 0, "how": "trace", "at": "none", "where": "", "step": 2, "stamp": str(place / "stamp")}
             output = place / "output"
-            answer = self._forge(setting).run(place, self._arguments(setting, num_ranks), trace, output)
+            answer = self._ran(place, self._arguments(setting, num_ranks), trace, output)
             assert answer["code"] == 0, output.read_text()[-3000:]
             self._undisturbed[key] = place
         return self._undisturbed[key]
@@ -211,10 +235,9 @@ class Drill:
         more = ("checkpoint.dir=kept", "log.jsonl=log.jsonl", *(["parallel.dp=1"] if num_ranks == 1 else []))
         return ("train", str(PACKAGE / "recipes" / setting.recipe), *setting.arguments, *more)
 
-    def _forge(self, setting: Setting) -> Forge:
-        if setting.trainer not in self._forges:
-            self._forges[setting.trainer] = Forge(setting.trainer)
-        return self._forges[setting.trainer]
+    def _ran(self, place: Path, arguments: tuple[str, ...], fault: Row | None, output: Path) -> Row:
+        command = [sys.executable, "-m", "evenload", *arguments]
+        return ended(started(command, environment(self._folder / "plants", fault), output, place), place)
 
 
 def messages_of(text: str) -> list[str]:
