@@ -3,9 +3,11 @@
 # make test-changed  of these what a change can break       make test-costs   what each case costs
 # make check-cuda    more of them on a GPU that is rehearsed                   make explore   drawn tests, drawn anew
 # make mutants planted faults, each to be noticed (PART=3/20: a part)            make docs      generated pages
+# make without PLUGIN=mesh  what `make check` asks, in a copy without a plugin
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
 # make test-today    Transformers' and TRL's tests on the versions that pip gives, TRL's also on two earlier ones
 # make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own
+# make figures      the README's figures measured again: ROWS=pairs,verify; without ROWS their list, with minutes
 # make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test test-all test-costs test-changed check-cuda test-newest check-newest test-older test-today test-hosts check explore mutants lint types contracts docs site clean
+.PHONY: train test test-all test-costs test-changed check-cuda test-newest check-newest test-older test-today test-hosts check quick without explore mutants lint types contracts docs site figures clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -56,7 +58,7 @@ check-cuda: $(READY)
 # The same tests on other versions of the hosts.
 NEWEST := integrations/megatron training/proof/test_compare.py commands/test_train.py patches
 OLDER := integrations/deepspeed/test_engine.py integrations/deepspeed/unmodified
-# On CPUs the older one's ZeRO 3 computes with weights that gloo has not brought yet: see docs/switching_on.md.
+# On CPUs the older one's ZeRO 3 computes with weights that gloo has not brought yet: see docs/support.md.
 LATE := test_gradients_are_those_of_plain_training[3] test_planted_faults_are_caught[3
 
 test-newest: .venv-newest/ready
@@ -89,9 +91,17 @@ PROGRAMS := llamafactory axolotl swift ray
 test-hosts: $(PROGRAMS:%=.venv-%/ready)
 	for program in $(PROGRAMS); do .venv-$$program/bin/python -m pytest -q tests/programs || exit 1; done
 
-check: WORKERS := 2
-check: lint types contracts
+# Types and contracts, which take one core half a minute, next to the tests that start no ranks.
+check: $(READY)
+	$(MAKE) --output-sync=target -j4 lint types contracts quick
+
+quick: WORKERS := 2
+quick: $(READY)
 	$(PYTEST) $(DRAWS) -m "not gpu and not slow and not full" -q
+
+# Of a copy of the tree without a plugin (PLUGIN=mesh) and its tests; tests of others that ask for it are skipped there.
+without: $(READY)
+	$(BIN)/python tests/harness/without.py $(PLUGIN)
 
 # Tests of any plan, any lengths, any schedule, on inputs that no run has seen.
 explore: $(READY)
@@ -116,11 +126,14 @@ contracts: $(READY)
 
 docs: $(READY)
 	$(BIN)/evenload schema > docs/recipe.schema.json
-	$(BIN)/python -m evenload.patches.support > docs/support.md
 	$(BIN)/python docs/reference.py
 
 site: $(READY)
 	$(BIN)/sphinx-build -q -W --keep-going docs build/site
+
+figures: $(READY)
+	mkdir -p build
+	$(BIN)/python benchmarks/figures.py $(if $(ROWS),--rows $(ROWS) --runs $(or $(RUNS),2) --out build/figures.json)
 
 # torch first and by name: other packages would bring another build of it.
 $(READY): pyproject.toml

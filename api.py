@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from . import integrations  # noqa: F401  # importing it tells what every trainer is like
-from .core import registry
 from .core.input.bounds import lengths_of_batch, refuse_endless
 from .core.plan.step_plan import StepPlan, as_lengths
 from .core.planning.chain import PlanChain
 from .core.recipe import recipe as recipes
 from .core.recipe.recipe import Recipe
 from .core.recipe.rules import refuse_idle_ranks
-
-
-@cache
-def load_plugins() -> None:
-    """Register evenload's own plugins and those of other packages (entry-point group ``evenload.plugins``)."""
-    from . import plugins  # noqa: F401
-
-    registry.load_entry_points()
+from .core.registry import load_plugins as load_plugins
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

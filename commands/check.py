@@ -6,16 +6,14 @@ optimizer's update every process ends. What the plan gains is predicted by the s
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..api import load_recipe
 from ..core.recipe.carried import CHECK
 from ..core.recipe.recipe import Recipe
 from ..integrations.unmodified.run_folder import RunFolder
-from .run import divided, planned_steps, run_in, why_nothing
+from .run import asked, planned_steps, ran, why_nothing
 
 EXIT_CODES = {"planned": 0, "nothing planned": 1, "failed": 1, "refused": 2}
 """By the verdict; ``failed``: the command ended with an error of its own."""
@@ -27,24 +25,21 @@ def check(recipe: str | Path, words: Sequence[str]) -> dict[str, Any]:
     Args:
         words: ``key=value`` changes of the recipe, then the command.
     """
-    overrides, command = divided(words)
-    chosen = load_recipe(recipe, overrides)
-    with tempfile.TemporaryDirectory(prefix="evenload-") as path:
-        folder = RunFolder(Path(path))
-        code = run_in(folder, chosen, command, **{CHECK: "1"})
+    chosen, command = asked(recipe, words)
+    with ran(chosen, command, **{CHECK: "1"}) as (folder, code):
         return _result(folder, chosen, code)
 
 
 def _result(folder: RunFolder, recipe: Recipe, code: int) -> dict[str, Any]:
     refusals = [{"what": one.what, "found": one.found, "do": one.do} for one in folder.refusals]
-    done = "planned" if folder.check else "nothing planned"
+    step = folder.record("check") or {}
+    done = "planned" if step else "nothing planned"
     verdict = "refused" if refusals else "failed" if code else done
     says = planned_steps(folder) if folder.steps else why_nothing(folder, recipe, code)
     if verdict == "failed" and folder.steps:
         says += f", then the command ended with exit code {code}"
     names = [plugin.name for plugin in recipe.enabled()]
     rows = {name: {"name": name, "refused": None, "gain": None} for name in names}
-    step = folder.check or {}
     rows |= {row["name"]: row for row in step.get("plugins", ())}
     return {
         "verdict": verdict,

@@ -15,6 +15,8 @@ from ..core.registry import Plugin, SlicePlugin, registered
 from ..training.hosts import needs_of, require
 
 _WHOLE = "samples stay whole there"
+_SOLVER = {"pulp": "PuLP", "highspy": "HiGHS"}
+"""What `plugins.pipeline` solves its integer program with; without it, rules that are about as good."""
 
 
 def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
         "attention": _attention(),
         "attention_paths": _attention_paths(recipe),
         "loops": [_loop(loop, recipe) for loop in all_loops()],
-        "solver": _solver(),
+        "solver": [_at_hand(name, find_spec(module) is not None) for module, name in _SOLVER.items()],
         "patches": _patches(),
         "trainers": {name: all(need.satisfied() for need in needs_of(name)) for name in TRAINERS},
     }
@@ -42,7 +44,7 @@ def plugins_in_table() -> list[Plugin]:
 
 
 def document() -> str:
-    """The table of plugins and loops, as Markdown, for docs/switching_on.md."""
+    """The table of plugins and loops, as Markdown, for docs/support.md."""
     plugins = plugins_in_table()
     head = f"| loop | {' | '.join(plugin.name for plugin in plugins)} |\n|---{'|---' * len(plugins)}|\n"
     return head + "".join(f"| {one.name} | {' | '.join(map(one.does, plugins))} |\n" for one in all_loops())
@@ -55,11 +57,6 @@ def _hosts() -> list[dict[str, Any]]:
         status = "missing" if version is None else "supported" if need.satisfied() else "not supported"
         rows.append({"name": name, "found": version, "supports": str(need.supports), "status": status})
     return rows
-
-
-def _solver() -> list[dict[str, Any]]:
-    """What `plugins.pipeline` solves its integer program with; without it, rules that are about as good."""
-    return [_at_hand("PuLP", find_spec("pulp") is not None), _at_hand("HiGHS", find_spec("highspy") is not None)]
 
 
 def _attention() -> list[dict[str, Any]]:
@@ -125,7 +122,7 @@ def _attention_paths(recipe: Recipe | None) -> list[dict[str, Any]]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(recipe.train.dtype if recipe else "", torch.bfloat16)
-    inputs = (device, dtype, _head_dim(recipe))
+    inputs = (device, dtype, recipe.model.head_size if recipe else 128)
     (kernel, why), (block, why_block) = explain(KERNELS, *inputs), explain(BLOCKS, *inputs)
     rows = []
     for loop, spec in ((one, spec) for one in all_loops() for spec in one.specs):
@@ -144,9 +141,3 @@ def _transformer_engine(path: str, block: str, why_block: str) -> dict[str, Any]
         why = "Transformer Engine is not installed"
         return {"path": path, "kernel": None, "why": why, "parts": None, "why_parts": why}
     return {"path": path, "kernel": "transformer_engine", "why": "", "parts": block, "why_parts": why_block}
-
-
-def _head_dim(recipe: Recipe | None) -> int:
-    if recipe is None:
-        return 128
-    return recipe.model.head_dim or recipe.model.hidden_size // recipe.model.num_attention_heads

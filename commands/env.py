@@ -22,7 +22,7 @@ import yaml
 
 from ..core.errors import EvenloadError
 from ..core.input.format import to_json
-from ..core.recipe.carried import AUDIT, CHECK, VARIABLE, carried
+from ..core.recipe.carried import VARIABLE, carried
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_in_loops
 from ..integrations.unmodified.run_folder import VARIABLE as FOLDER
@@ -62,7 +62,7 @@ def ray_runtime_env(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
     (RAY_RUNTIME_ENV_HOOK), to workers wherever their cluster was started. What is on PYTHONPATH there stays."""
     present = dict(runtime_env or {})
     variables = present.get("env_vars") or {}
-    own = {name: os.environ[name] for name in (VARIABLE, FOLDER, CHECK, AUDIT) if name in os.environ}
+    own = {name: value for name, value in os.environ.items() if name.startswith((VARIABLE, FOLDER))}
     own["PYTHONPATH"] = os.pathsep.join([str(STARTUP), variables.get("PYTHONPATH", "${PYTHONPATH}")])
     return present | {"env_vars": {**variables, **own}}
 

@@ -19,7 +19,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -55,37 +56,36 @@ def run(recipe: str | Path, words: Sequence[str], *, required: bool = False) -> 
 
     Raises EvenloadError if the recipe is wrong, its trainer is missing, or there is no such command.
     """
-    overrides, command = divided(words)
-    chosen = load_recipe(recipe, overrides)
-    with tempfile.TemporaryDirectory(prefix="evenload-") as path:
-        folder = RunFolder(Path(path))
-        code = run_in(folder, chosen, command, **({REQUIRE: "1"} if required else {}))
+    chosen, command = asked(recipe, words)
+    with ran(chosen, command, **({REQUIRE: "1"} if required else {})) as (folder, code):
         planned = f"planned {planned_steps(folder)}"
         nothing = f"warning: nothing was planned: {why_nothing(folder, chosen, code)}"
         print(f"evenload: {planned if folder.steps else nothing}", file=sys.stderr)
         return 2 if required and not code and not folder.steps else code
 
 
-def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The ``key=value`` words in front of a command, and the command."""
+def asked(recipe: str | Path, words: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe, changed by the ``key=value`` words in front of a command, and the command."""
     overrides = list(takewhile(lambda word: "=" in word, words))
-    return overrides, list(words[len(overrides) :])
+    return load_recipe(recipe, overrides), list(words[len(overrides) :])
 
 
-def run_in(folder: RunFolder, recipe: Recipe, command: Sequence[str], **more: str) -> int:
-    """`run` without its last line: the processes write into the folder and have ``more`` variables."""
+@contextmanager
+def ran(recipe: Recipe, command: Sequence[str], **more: str) -> Iterator[tuple[RunFolder, int]]:
+    """`run` without its last line: what the processes, which have ``more`` variables, wrote, and the exit code."""
     own = variables(recipe, os.environ.get("PYTHONPATH", ""))
     if not command or shutil.which(command[0]) is None:
         do = "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py"
-        raise EvenloadError("there is no such command", repr(command[0]) if command else "nothing behind --", do)
+        raise EvenloadError("there is no such command", repr(command[0]) if command else "nothing after --", do)
     if idle := without_effect(recipe):
         keys = ", ".join(idle[:_SHOWN]) + (f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else "")
         why = "the script says what is trained, on what and how; `evenload train` honours them"
         print(f"evenload: warning: the recipe's {keys} have no effect here: {why}", file=sys.stderr)
     environment = {_RAY_HOOK: f"{ray_runtime_env.__module__}.{ray_runtime_env.__name__}", **os.environ, **own, **more}
     tied = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
-    environment[VARIABLE] = str(folder.path)
-    return _wait(subprocess.Popen(list(command), env=environment, preexec_fn=tied))
+    with tempfile.TemporaryDirectory(prefix="evenload-") as path:
+        environment[VARIABLE] = path
+        yield RunFolder(Path(path)), _wait(subprocess.Popen(list(command), env=environment, preexec_fn=tied))
 
 
 def without_effect(recipe: Recipe) -> list[str]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from .costs.memory import peaks_of_stage
 from .errors import PlanError
@@ -20,8 +19,9 @@ from .plan.expert_policy import EXPERTS_AT_HOME
 from .plan.limits import Limits
 from .plan.order import orders_of_stage
 from .plan.program import exchanges, lower
-from .plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan, fact_of_plan
+from .plan.step_plan import CpComm, Lengths, MicroBatch, Op, Slice, StepPlan, fact_of_plan
 from .plan.token_layout import CpGroup, attended, cp_group_of, tokens_of_ranks
+from .plan.trie import Branching
 from .simulate.events import play
 
 _CP_COMMS = get_args(CpComm)
@@ -45,12 +45,13 @@ def check(plan: StepPlan) -> StepPlan:
 
 @fact_of_plan(
     *("lengths", "micro_batches", "backward", "replayed", "order", "merge", "recompute", "offload"),
-    *("limits", "tenants", "experts", "groups"),
+    *("limits", "tenants", "experts", "groups", "trunks"),
 )
 def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
     """True; asked once under the same limits."""
     for law in (
         _every_token_once,
+        _trunks_are_there,
         _ranks_exist,
         _together,
         _padded,
@@ -79,7 +80,7 @@ def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
 def _every_token_once(plan: StepPlan) -> None:
     lengths = plan.lengths
     if lengths.ndim != 1:
-        raise PlanError("lengths are no row of integers", f"an array of shape {lengths.shape}")
+        raise PlanError("lengths are not a row of integers", f"an array of shape {lengths.shape}")
     if len(plan.tenants) not in (0, len(lengths)):
         raise PlanError("a plan has not one tenant for each sequence", f"{len(plan.tenants)}, {len(lengths)}")
     if (plan.tenants < 0).any():
@@ -88,12 +89,27 @@ def _every_token_once(plan: StepPlan) -> None:
     if (lengths < 1).any():
         index = int((lengths < 1).argmax())
         raise PlanError("a sequence has no tokens", f"sequence {index} of length {lengths[index]}")
-    _covers(plan.micro_batches, lengths, "")
+    trunks = plan.trunks if len(plan.trunks) else np.zeros_like(lengths)
+    if len(trunks) != len(lengths):
+        raise PlanError("a plan has not one trunk for each sequence", f"{len(trunks)}, {len(lengths)}")
+    _covers(plan.micro_batches, lengths, trunks, "")
     if plan.backward:
-        _covers(plan.backward, lengths, " in the backward pass")
+        _covers(plan.backward, lengths, trunks, " in the backward pass")
 
 
-def _covers(micro_batches: tuple[MicroBatch, ...], lengths: npt.NDArray[np.int64], where: str) -> None:
+def _trunks_are_there(plan: StepPlan) -> None:
+    """What a sequence does not compute itself, the slice that it continues and those before that have: in its
+    micro-batch. Such a plan cuts and pads nothing, and each micro-batch is on one rank."""
+    if not plan.trunks.any():
+        return
+    if plan.cut or plan.shared or any(m.pad_to for _, m in _both(plan)):
+        raise PlanError("sequences share trunks in a plan that cuts, shares or pads some", f"{plan.made_by or '?'}")
+    for name, micro_batch in _both(plan):
+        if Branching.of(micro_batch.slices) is None:
+            raise PlanError("a sequence has no trunk to continue", f"{name}: {micro_batch.slices}")
+
+
+def _covers(micro_batches: tuple[MicroBatch, ...], lengths: Lengths, trunks: Lengths, where: str) -> None:
     rows = np.array([s for m in micro_batches for s in m.slices], dtype=np.int64).reshape(-1, 3)
     sequence, start, stop = rows.T
     unknown = (sequence < 0) | (sequence >= len(lengths))
@@ -107,7 +123,7 @@ def _covers(micro_batches: tuple[MicroBatch, ...], lengths: npt.NDArray[np.int64
     sequence, start, stop = rows[by_start].T
     first = np.ones(len(rows), dtype=bool)
     first[1:] = sequence[1:] != sequence[:-1]
-    expected = np.where(first, 0, np.roll(stop, 1))
+    expected = np.where(first, trunks[sequence], np.roll(stop, 1))
     wrong = start != expected
     if wrong.any():
         at = int(wrong.argmax())
@@ -308,7 +324,7 @@ def _backward_groups(plan: StepPlan) -> None:
                 detail = f"forward on ranks {ranks_of[s.sequence]}, backward on {cp_group}"
                 raise PlanError(f"the backward of sequence {s.sequence} runs away from its prefix KV", detail)
             if s.stop != start_of[s.sequence]:
-                detail = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens behind it"
+                detail = f"backward micro-batch {index} runs [{s.start}, {s.stop}) before the tokens after it"
                 raise PlanError(f"backward slices of sequence {s.sequence} are launched out of order", detail)
             start_of[s.sequence] = s.start
 

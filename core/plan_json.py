@@ -13,9 +13,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, create_model
 
 from .errors import EvenloadError, PlanError, shorten
@@ -54,15 +56,15 @@ class _MicroBatch(_Form):
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
 """Keys of a micro-batch in plan.json that are not the names of its fields."""
 
+_WHERE_THERE = ("tenants", "groups", "trunks", "merge")
+"""Fields of a plan that files say where they are not empty, as those of before do not know them."""
+
 _MEMORY = tuple(
     f"{name}_bytes_per_token" for name in ("activation", "kv", "kv_grad", "replay", "input", "deferred", "expert")
 )
 """Fields of the memory record that stand among the limits in plan.json; those of all layers are divided by these."""
-_BESIDE = (
-    *(f"{name}_bytes_per_token" for name in ("cut_saves", "head", "head_working", "working")),
-    "pass_bytes",
-    "gradient_bytes",
-)
+_TOKENS_BESIDE = "cut_saves", "head", "head_working", "working"
+_BESIDE = (*(f"{name}_bytes_per_token" for name in _TOKENS_BESIDE), "pass_bytes", "gradient_bytes")
 """Those that stand under ``beside``."""
 
 _beside: dict[str, Any] = dict.fromkeys(_BESIDE, (Amount, ...))
@@ -75,15 +77,15 @@ _OF_NAME: dict[str, Any] = {
 }
 _UNEQUAL = "layers"
 """Likewise, where stages have unequal numbers of layers."""
-_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "largest_first", "v_shape")
-"""Limits that files say where they hold, as those of before do not know them."""
-_ONE = ("in_step", "round_tokens")
-"""Likewise, where they are not 1."""
+_LATER: dict[str, Any] = {
+    **dict.fromkeys(("equal_size", "groups_in_micro_batch", "padded", "largest_first", "v_shape"), False),
+    **dict.fromkeys(("in_step", "round_tokens"), 1),
+}
+"""Limits that files say where they are not as here, as those of before do not know them."""
 _SCALARS = [f for f in fields(Limits) if f.name not in ("memory", _UNEQUAL)]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
-_limits_fields |= dict.fromkeys(_ONE, (Whole, 1))
-_limits_fields |= dict.fromkeys(_OPTIONAL, (StrictBool, False))
+_limits_fields |= {name: (_OF_TYPE[type(value).__name__], value) for name, value in _LATER.items()}
 _limits_fields[_UNEQUAL] = (list[Layers], [])
 _limits_fields["equal_counts"] = _limits_fields.pop("all_in_step")
 _limits_fields["expert_bytes_per_token"] = (Amount, 0.0)
@@ -107,6 +109,7 @@ class _Step(_Form):
     lengths: Annotated[list[Whole], Field(max_length=SEQUENCES)]
     tenants: list[Whole] | None = None
     groups: list[Whole] = []
+    trunks: list[Whole] = []
     num_ranks: Whole
     max_tokens: Whole
     limits: dict[str, Any] | None = None
@@ -139,29 +142,23 @@ class _File(_Form):
 def step_json(plan: StepPlan) -> dict[str, Any]:
     """A step of plan.json: enough to check the plan without our code."""
     row = {
-        "lengths": plan.lengths.tolist(),
+        "lengths": _lists(plan.lengths),
         "num_ranks": plan.limits.num_ranks,
         "max_tokens": plan.limits.max_tokens,
         "limits": _limits_json(plan.limits),
         "micro_batches": [_micro_batch_json(m) for m in plan.micro_batches],
-        "order": [[[op.kind, op.micro_batch] for op in stage] for stage in plan.order],
-        "recompute": [list(stage) for stage in plan.recompute],
-        "offload": list(plan.offload),
+        "order": _lists(plan.order),
+        "recompute": _lists(plan.recompute),
+        "offload": _lists(plan.offload),
         "backward": [_micro_batch_json(m) for m in plan.backward],
-        "replayed": list(plan.replayed),
+        "replayed": _lists(plan.replayed),
         "made_by": plan.made_by,
         "bound_s": plan.bound_s,
         "digest": plan.digest.hex(),
     }
-    if len(plan.tenants):
-        row["tenants"] = plan.tenants.tolist()
-    if len(plan.groups):
-        row["groups"] = plan.groups.tolist()
-    if plan.merge:
-        row["merge"] = [list(stages) for stages in plan.merge]
+    row |= {name: _lists(values) for name in _WHERE_THERE if len(values := getattr(plan, name))}
     if plan.experts != EXPERTS_AT_HOME:
-        copies = [[list(experts) for experts in of_layer] for of_layer in plan.experts.copies]
-        row["experts"] = {**plan.experts._asdict(), "copies": copies}
+        row["experts"] = {name: _lists(value) for name, value in plan.experts._asdict().items()}
     return {**row, "checksum": _checksum(row)}
 
 
@@ -199,7 +196,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
     ``limits``: what the plan is held to; None takes what the step says. Raises PlanError where it is no step, digest or
     checksum are those of another, or nobody says its limits.
     """
-    row = described(data, _Step, "this is no step of a plan.json", _DO, PlanError)
+    row = described(data, _Step, "this is not a step of a plan.json", _DO, PlanError)
     own = None if row.limits is None else _limits(row.limits)
     held_to = limits or own
     if held_to is None:
@@ -215,17 +212,18 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
         lengths=as_lengths(row.lengths),
         tenants=as_lengths(row.tenants or []),
         groups=as_lengths(row.groups),
+        trunks=as_lengths(row.trunks),
         micro_batches=tuple(map(_micro_batch, row.micro_batches)),
         limits=held_to,
         order=tuple(tuple(Op(kind, number) for kind, number in stage) for stage in row.order),
-        merge=tuple(map(tuple, row.merge)),
-        recompute=tuple(map(tuple, row.recompute)),
+        merge=_tuples(row.merge),
+        recompute=_tuples(row.recompute),
         made_by=row.made_by,
         bound_s=row.bound_s,
         backward=tuple(map(_micro_batch, row.backward)),
-        replayed=tuple(row.replayed),
-        offload=tuple(row.offload),
-        experts=EXPERTS_AT_HOME if row.experts is None else _policy(row.experts),
+        replayed=_tuples(row.replayed),
+        offload=_tuples(row.offload),
+        experts=ExpertPolicy(**_tuples(row.experts)) if row.experts else EXPERTS_AT_HOME,
     )
     if row.digest is not None and row.digest != plan.digest.hex():
         raise PlanError("a step of plan.json is not the plan that was written", "another digest", _DO)
@@ -233,11 +231,8 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
 
 
 def _limits_json(limits: Limits) -> dict[str, Any]:
-    scalars = {f.name: value for f in _SCALARS if (value := getattr(limits, f.name)) or f.name not in _OPTIONAL}
+    scalars = {f.name: value for f in _SCALARS if (value := getattr(limits, f.name)) != _LATER.get(f.name)}
     scalars["equal_counts"] = scalars.pop("all_in_step")
-    for name in _ONE:
-        if scalars[name] == 1:
-            del scalars[name]
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 
@@ -273,23 +268,26 @@ def _divisor(name: str, layers: float) -> float:
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
     """Without what is at its default."""
-    values = {_KEY_OF.get(name, name): value for name, value in micro_batch._asdict().items()} | {
-        "slices": [list(s) for s in micro_batch.slices],
-        "ranks": list(micro_batch.ranks),
-        "homes": [list(ranks) for ranks in micro_batch.cp_groups],
-    }
+    values = {_KEY_OF.get(name, name): _lists(value) for name, value in micro_batch._asdict().items()}
     return {name: value for name, value in values.items() if value or name in ("slices", "ranks")}
 
 
 def _micro_batch(row: _MicroBatch) -> MicroBatch:
-    slices, cp_groups = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
-    shared = row.engine, row.inner, cp_groups, row.remap, row.routed
-    return MicroBatch(slices, tuple(row.ranks), row.pad_to, *shared, row.round_to)
+    values = {name: _tuples(getattr(row, _KEY_OF.get(name, name))) for name in MicroBatch._fields}
+    return MicroBatch(**values | {"slices": tuple(starmap(Slice, row.slices))})
 
 
-def _policy(row: _Experts) -> ExpertPolicy:
-    copies = tuple(tuple(map(tuple, of_layer)) for of_layer in row.copies)
-    return ExpertPolicy(**(row.model_dump() | {"copies": copies}))
+def _lists(value: Any) -> Any:
+    """A field of a plan as JSON has it."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return list(map(_lists, value)) if isinstance(value, tuple) else value
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return {name: _tuples(one) for name, one in value}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _checksum(row: Mapping[str, Any]) -> str:

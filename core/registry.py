@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -48,6 +50,10 @@ class PluginConfig(Frozen):
     def capped(self, limits: Limits) -> Limits:
         """The limits with the caps of this section, none raised: they hold for what every plugin plans."""
         return limits
+
+    def idle(self) -> str:
+        """What a run warns of where the section asks for something and ``enabled`` is false; empty: nothing."""
+        return ""
 
 
 Situation = PlanningContext
@@ -138,10 +144,6 @@ class Shown:
     nothing is said of that."""
 
 
-def _no_branches(config: Any, context: PlanningContext) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Needs:
     """What settings of a plugin ask of the host that runs its plans."""
@@ -152,7 +154,7 @@ class Needs:
     """Those of ``host`` that any host honours which runs slices in the order of a plan."""
     replays: Mapping[str, Any] = field(default_factory=dict)
     """Settings for which a host runs forwards again, each with the value that asks for no such pass."""
-    branches: Callable[[Any, PlanningContext], Mapping[str, Any]] = _no_branches
+    branches: Callable[[Any, PlanningContext], Mapping[str, Any]] = lambda config, context: {}
     """``branches(config, context)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
     settings under the same caps by which a plan most likely takes it."""
 
@@ -236,6 +238,10 @@ class DataPlugin(Plugin):
     """By kind and by the names that a recipe gives."""
     chooses: Callable[[Any, Kind], ChosenPolicy | None] | None = None
     """``chooses(config, kind)``: the policy of a kind that the settings ask for; None: none."""
+    first_shares: Callable[[Any, Sequence[str], Sequence[int]], Mapping[str, Any]] | None = None
+    """``first_shares(recipe, names, samples)``: by what domains of ascending names, of so many samples each, are drawn
+    before the first step, where a run moves their shares (`training.drawing.Drawing.use`): ``shares`` [K], and
+    ``objective`` [K] if their mean losses are added up by one; empty: nothing moves them. None: nothing ever does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +249,9 @@ class SlicePlugin(Plugin):
     """A planner of slices, asked where sequences have tenants: of any plan, baselines and the trainer's own too."""
 
     plan: Planner
-    adapts: bool = False
-    """The model is frozen, and adapters of tenants are trained on it."""
+    adapts: Callable[[], Any] | None = None
+    """The model is frozen, and adapters of tenants are trained on it, by the functions of the module that this imports
+    (`training.adapting.AdapterTraining`). None: the model itself is trained."""
 
 
 _plugins: dict[str, Plugin] = {}
@@ -305,6 +312,13 @@ def data_policies(kind: Kind) -> dict[str, DataPolicy]:
     return known
 
 
+@cache
+def load_plugins() -> None:
+    """Register evenload's own plugins, a folder of ``plugins/`` each, and those of other packages."""
+    import_module("..plugins", __package__)
+    load_entry_points()
+
+
 def load_entry_points() -> None:
     """Import what other packages offer under the entry-point group ``evenload.plugins``; each registers itself.
 
@@ -317,7 +331,7 @@ def load_entry_points() -> None:
         except EvenloadError:
             raise
         except Exception as error:
-            text = "the plugin package behind '%s' cannot be imported (%s: %s: %s); repair or uninstall it"
+            text = "the plugin package of '%s' cannot be imported (%s: %s: %s); repair or uninstall it"
             log.warning(text, entry.name, entry.value, type(error).__name__, error)
 
 

@@ -99,7 +99,7 @@ def read_index(path: Path) -> Index:
 
 def _map_tokens(path: Path, index: Index) -> NDArray[Any]:
     expected = int((index.positions + index.lengths * index.dtype.itemsize).max())
-    do = "the .bin must lie beside the .idx under the same name"
+    do = "the .bin must lie next to the .idx under the same name"
     with reading.open_file(path, shorten(str(path)), do) as stream:
         size = os.fstat(stream.fileno()).st_size
     if size != expected:

@@ -1,4 +1,4 @@
-"""What is expensive to find out about a data file is found out once and kept beside the user's other caches.
+"""What is expensive to find out about a data file is found out once and kept among the user's other caches.
 
 The folder is ``$EVENLOAD_CACHE``, else ``$XDG_CACHE_HOME/evenload``, else ``~/.cache/evenload``. An entry's name is a
 hash of the files' paths, sizes and modification times and of whatever else shaped it, so that a changed file never

@@ -40,6 +40,8 @@ class Documents(Protocol):
     """[num_documents] the row that each is of; None: every row is one document, in order."""
     groups: NDArray[np.int64] | None = None
     """[num_documents] those of one number stay together; None: each is by itself."""
+    trunks: NDArray[np.int64] | None = None
+    """[num_documents] tokens, targets among them alike, that each begins with as all of its group do; None: none."""
     files: Sequence[Path] = ()
     """That are read as long as the data are in use; none of a built-in set."""
 

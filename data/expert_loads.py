@@ -4,7 +4,7 @@
     {"step": 0, "counts": [round][layer][rank][expert]}
 
 What a rank sends to the experts does not depend on which ranks have them. So the recorded ranks, in their order, form
-groups of any size; where a round has too few for a group, the next one of the step stands beside it, and where a step
+groups of any size; where a round has too few for a group, the next one of the step joins it, and where a step
 has too few, the next step does.
 """
 
@@ -86,7 +86,7 @@ def read_loads(path: Path) -> RecordedLoads:
     place, _, first = next(lines, ("", 0, None))
     if not place:
         raise EvenloadError(f"{name} holds no loads", "an empty file", _RECORD)
-    header = described(first, _Header, f"{place} is no header of recorded loads", _RECORD)
+    header = described(first, _Header, f"{place} is not a header of recorded loads", _RECORD)
     _refuse_header(header, place)
     steps: dict[int, NDArray[np.int64]] = {}
     size = 0
@@ -123,7 +123,7 @@ def _step_of(value: Any, shape: tuple[int, int, int], place: str) -> tuple[int, 
     do = "mend or delete the line, or record the run again"
     step = value.get("step") if isinstance(value, dict) else None
     if type(step) is not int or not 0 <= step <= TOKENS:
-        raise EvenloadError(f"{place} is no step of recorded loads", shown(value), do)
+        raise EvenloadError(f"{place} is not a step of recorded loads", shown(value), do)
     try:
         counts = np.array(value.get("counts"))
     except ValueError:  # lists of unequal lengths
@@ -137,5 +137,5 @@ def _step_of(value: Any, shape: tuple[int, int, int], place: str) -> tuple[int, 
         raise EvenloadError(f"{place} has no counts [round][layer][rank][expert]", detail, do)
     if counts.size and not 0 <= counts.min() <= counts.max() <= TOKENS:
         wrong = counts.min() if counts.min() < 0 else counts.max()
-        raise EvenloadError(f"{place} has a count that is no number of tokens", str(wrong), do)
+        raise EvenloadError(f"{place} has a count that is not a number of tokens", str(wrong), do)
     return step, counts

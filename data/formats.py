@@ -46,7 +46,7 @@ class Settings(NamedTuple):
 
     @property
     def columns(self) -> dict[str, Callable[[str, str, Collection[str]], EvenloadError]]:
-        """The fields beside those of the samples, and the error for a table that lacks one."""
+        """The fields besides those of the samples, and the error for a table that lacks one."""
         wanted = {self.group: no_group, self.weights: no_weight}
         return {field: error for field, error in wanted.items() if field is not None}
 
@@ -68,6 +68,7 @@ def open_documents(spec: str, settings: Settings) -> Documents:
     if rows is not None and settings.group is not None:
         keys, numbers = group_numbers(rows, settings.group)
         documents.groups = numbers if documents.keys is None else numbers[np.searchsorted(keys, documents.keys)]
+        documents.trunks = None  # samples of a group are on one rank, those of a trunk where it pays
     if rows is not None and settings.weights is not None:
         everything = TargetSpans(np.zeros(1, dtype=np.int64), np.array([documents.lengths.sum()]))
         spans = documents.spans or everything
@@ -167,7 +168,7 @@ def _saved_files(folder: Path) -> list[Path]:
     if not files:
         fault = "no data files"
     if state.get("_indices_data_files"):
-        fault = "rows chosen by an index beside the data, as releases before 2.0 saved it"
+        fault = "rows chosen by an index next to the data, as releases before 2.0 saved it"
     if fault:
         raise EvenloadError(f"{folder} is not a whole saved data set", fault, "save it again with Dataset.save_to_disk")
     return files

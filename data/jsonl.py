@@ -126,7 +126,7 @@ def check_ids(value: Any, field: str, place: str) -> list[int]:
         raise EvenloadError(f"{field!r} in {place} is neither text nor a list of token ids", shown(value), do)
     if not set(map(type, value)) <= {int}:
         wrong = next(v for v in value if type(v) is not int)
-        raise EvenloadError(f"{field!r} in {place} has a token that is no integer", shown(wrong), "store token ids")
+        raise EvenloadError(f"{field!r} in {place} has a token that is not an integer", shown(wrong), "store token ids")
     if value and not (min(value) >= 0 and max(value) < 1 << 31):
         wrong = min(value) if min(value) < 0 else max(value)
         what = f"{field!r} in {place} has an impossible token id"

@@ -1,7 +1,8 @@
 """LENGTHS files: how long the sequences are, for planning without the data.
 
 ``.npy`` (one-dimensional integers), ``.txt`` (one integer a line), ``.jsonl`` (per line an integer, or an object with
-``length``, ``input_ids``, ``tokens`` or ``text``, the last counted in bytes), Megatron ``.idx``.
+``length``, ``input_ids``, ``tokens`` or ``text``, the last counted in bytes, or a prompt and its answers, all of them
+samples: ``{"prompt": 812, "completions": [344, 90]}``), Megatron ``.idx``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,22 +29,36 @@ _BLOCK_BYTES = 1 << 24
 """Of a .txt file, read at once."""
 
 
+class SharedPrompts(NamedTuple):
+    """Samples of which those of a group begin alike, with its prompt."""
+
+    prompts: NDArray[np.int64]
+    """[num_sequences] tokens of each one's prompt; 0: it has none."""
+    groups: NDArray[np.int64]
+
+
 def read_lengths(path: str | Path) -> NDArray[np.int64]:
     """Lengths [num_sequences] in tokens, each 1 or more; a million lines take 0.15 s (.txt) or 2.8 s (.jsonl).
 
     Raises `EvenloadError` naming the line or row and the value where a length is no positive integer, and when the file
     is missing, empty or of an unknown kind.
     """
+    return read_prompted(path)[0]
+
+
+def read_prompted(path: str | Path) -> tuple[NDArray[np.int64], SharedPrompts | None]:
+    """`read_lengths`, and which of them begin alike; None: the file has no prompts. Raises EvenloadError."""
     path = Path(os.path.expanduser(path))
     name = shorten(str(path))
     reader = _READERS.get(path.suffix)
     if reader is None:
         detail = f"the ending {shown(path.suffix)}"
-        raise EvenloadError(f"{name} is of no kind that holds lengths", detail, nearest(path.suffix, _READERS))
+        raise EvenloadError(f"lengths cannot be read from {name}", detail, nearest(path.suffix, _READERS))
     if not reading.is_file(path):
-        raise EvenloadError(f"there is no lengths file {name}", "no regular file of that name", "check the path")
-    parts = []
-    for lengths, place in reader(path, name):
+        raise EvenloadError(f"there is no lengths file {name}", "no regular file with that name", "check the path")
+    parts, shared = [], list[SharedPrompts]()
+    for lengths, place, *prompted in reader(path, name):
+        shared += prompted
         outside = np.flatnonzero((lengths < 1) | (lengths > TOKENS))
         if len(outside):
             first = int(outside[0])
@@ -53,11 +68,11 @@ def read_lengths(path: str | Path) -> NDArray[np.int64]:
     if not len(lengths):
         raise EvenloadError(f"{name} holds no length", "an empty file", "give one positive integer per sequence")
     refuse_uncountable(lengths, name)
-    return lengths
+    return lengths, next(iter(shared), None)
 
 
-_Part = tuple[NDArray[np.int64], Callable[[int], str]]
-"""Some lengths, and how to name the place of one in a message."""
+_Part = tuple[NDArray[np.int64], Callable[[int], str], *tuple[SharedPrompts, ...]]
+"""Some lengths, how to name the place of one in a message, and which begin alike, if any do."""
 
 
 def _read_npy(path: Path, name: str) -> Iterator[_Part]:
@@ -119,12 +134,18 @@ def _of_lines(lines: list[bytes], plain: bool, before: int, name: str) -> _Part:
 
 
 def _read_jsonl(path: Path, name: str) -> Iterator[_Part]:
-    lengths = array("q")
+    lengths, prompts = array("q"), list[tuple[slice, int]]()
     for place, _, value in read_values(path):
-        lengths.append(_length_of(value, place))
-        if lengths[-1] < 1:
-            raise _bad(place, lengths[-1])
-    yield np.array(lengths, dtype=np.int64), lambda row: name
+        if _is_prompted(value):
+            prompt, *answers = _prompt_and_answers(value, place)
+            prompts.append((slice(len(lengths), len(lengths) + len(answers)), prompt))
+            lengths.extend(prompt + answer for answer in answers)
+        else:
+            lengths.append(_positive(_length_of(value, place), place))
+    prompted = SharedPrompts(np.zeros(len(lengths), dtype=np.int64), np.arange(len(lengths)))
+    for samples, prompt in prompts:
+        prompted.prompts[samples], prompted.groups[samples] = prompt, samples.start
+    yield np.array(lengths, dtype=np.int64), lambda row: name, *([prompted] if prompts else [])
 
 
 def _read_idx(path: Path, name: str) -> Iterator[_Part]:
@@ -137,6 +158,24 @@ _READERS: dict[str, Callable[[Path, str], Iterator[_Part]]] = {
     ".jsonl": _read_jsonl,
     ".idx": _read_idx,
 }
+
+
+_PAIR = ("chosen", "rejected")
+_OF_PROMPTED, _OF_LENGTH = frozenset(("prompt", "completions", *_PAIR)), frozenset(("length", *ID_FIELDS, "text"))
+
+
+def _is_prompted(value: Any) -> bool:
+    return isinstance(value, dict) and _OF_LENGTH.isdisjoint(value) and not _OF_PROMPTED.isdisjoint(value)
+
+
+def _prompt_and_answers(value: dict[str, Any], place: str) -> list[int]:
+    """Tokens of a prompt, then of each of its answers."""
+    answers = value.get("completions", [value[name] for name in _PAIR] if value.keys() >= set(_PAIR) else None)
+    if not isinstance(answers, list) or not answers:
+        do = 'write {"prompt": 812, "completions": [344, 90]} in tokens, or give --tokenizer for text'
+        raise EvenloadError(f"{place} gives no completions", shown(answers), do)
+    places = [f"the prompt of {place}", *[f"an answer of {place}"] * len(answers)]
+    return list(map(_positive, map(_integer, [value.get("prompt"), *answers], places), places))
 
 
 def _length_of(value: Any, place: str) -> int:
@@ -161,6 +200,12 @@ def _integer(value: Any, place: str) -> int:
     if type(value) is not int or abs(value) > TOKENS:
         raise _bad(place, value)
     return value
+
+
+def _positive(length: int, place: str) -> int:
+    if length < 1:
+        raise _bad(place, length)
+    return length
 
 
 def _bad(place: str, value: Any) -> EvenloadError:

@@ -24,15 +24,18 @@ class MixedSource(Source):
         self.lengths = np.concatenate([part.lengths for part in self.parts.values()])
         partly = any(part.targets is not None for part in parts.values())
         self.targets = np.concatenate([targets_of(part) for part in self.parts.values()]) if partly else None
-        own_groups = [part.groups for part in self.parts.values() if part.groups is not None]
-        assert len(own_groups) in (0, len(parts)), "a field of groups is asked of all domains"
-        self.groups = _in_a_row(own_groups) if own_groups else None
-        sums = [part.weight_sums for part in self.parts.values()]
-        own = [column for column in sums if column is not None]
-        assert len(own) in (0, len(sums)), "a column of weights is asked of all domains"
-        self.weight_sums = np.concatenate(own) if own else None
+        groups = self.columns()[2]
+        self.groups = _in_a_row(list(groups.values())) if groups else None
+        shared = any(part.trunks is not None for part in self.parts.values())
+        own_trunks = [
+            np.zeros_like(part.lengths) if part.trunks is None else part.trunks for part in self.parts.values()
+        ]
+        self.trunks = np.concatenate(own_trunks) if shared else None
+        own_sums = [part.weight_sums for part in self.parts.values() if part.weight_sums is not None]
+        assert len(own_sums) in (0, len(parts)), "a column of weights is asked of all domains"
+        self.weight_sums = np.concatenate(own_sums) if own_sums else None
         self.numbers = DomainNumbers({name: len(part.lengths) for name, part in self.parts.items()})
-        for column in (self.lengths, self.targets, self.groups, self.weight_sums):
+        for column in (self.lengths, self.targets, self.groups, self.trunks, self.weight_sums):
             if column is not None:
                 column.setflags(write=False)
 
@@ -43,7 +46,8 @@ class MixedSource(Source):
     def columns(self) -> tuple[dict[str, Ints], dict[str, Ints], dict[str, Ints]]:
         """Tokens of each sample by domain, its targets likewise, and its group where there are any."""
         parts = self.parts.items()
-        groups: dict[str, Ints] = {name: part.groups for name, part in parts if part.groups is not None}
+        grouped = any(part.groups is not None for _, part in parts)
+        groups: dict[str, Ints] = {name: _groups_of(part) for name, part in parts} if grouped else {}
         return {name: part.lengths for name, part in parts}, {name: targets_of(part) for name, part in parts}, groups
 
     @property
@@ -87,7 +91,12 @@ class MixedSource(Source):
         return self.parts[name], number
 
 
-def _in_a_row(groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _groups_of(part: Source) -> Ints:
+    """The group of each sample, which is its own where the domain has none."""
+    return np.arange(len(part.lengths)) if part.groups is None else part.groups
+
+
+def _in_a_row(groups: list[Ints]) -> NDArray[np.int64]:
     """Groups of several domains as one numbering."""
     firsts = np.cumsum([0, *(int(own.max()) + 1 for own in groups)])
     return np.concatenate([own + first for own, first in zip(groups, firsts, strict=False)])

@@ -51,7 +51,7 @@ def _read(path: Path, tokenizer: Tokenizer, limit: int) -> Iterator[Prompt]:
             raise EvenloadError(what, f"fields {', '.join(row)}", do)
         own = row.get(LIMIT, limit)
         if type(own) is not int or own < 1:
-            raise EvenloadError(f"{LIMIT} in {place} is no number of tokens", shown(own), "give 1 or more")
+            raise EvenloadError(f"{LIMIT} in {place} is not a number of tokens", shown(own), "give 1 or more")
         tenant = row.get(TENANT, "")
         if not isinstance(tenant, str):
             raise EvenloadError(f"{TENANT} in {place} is no name", shown(tenant), "give the name of a tenant, or none")

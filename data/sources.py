@@ -51,10 +51,15 @@ class Source:
         numbers = documents.groups
         self.groups = None if numbers is None else np.unique(numbers[cut.document], return_inverse=True)[1]
         """[num_samples] group of each sample, 0 .. num_groups-1, read-only; None where each is by itself."""
+        self.trunks = None
+        """[num_samples] tokens that each begins with as all of its group do, and may share; read-only; None: none."""
+        if documents.trunks is not None:
+            trunks = np.minimum(documents.trunks[cut.document], cut.length - 1)
+            self.trunks = np.where(cut.start == 0, trunks, 0)
         self.weight_sums = cut.weight_sums
         """[num_samples] what the weights of each sample's targets add up to, read-only; None: each weight is 1."""
         self._watch = Watch(self.name, documents.files, lambda: fingerprint(documents, cut))
-        for column in (self.lengths, self.targets, self.groups, self.weight_sums):
+        for column in (self.lengths, self.targets, self.groups, self.trunks, self.weight_sums):
             if column is not None:
                 column.setflags(write=False)
 
@@ -158,8 +163,8 @@ def open_source(
 
     ``max_length`` tokens a sample (None: no limit), ``min_length`` likewise (2: one token and its target); see `cut`
     for ``long_samples``. ``tokenizer`` is ``bytes``, a tokenizer.json or a folder, for text. ``text_key`` names the
-    field or column; by default the kind of row tells. ``append_eos`` puts the tokenizer's end of sequence behind texts
-    (None: behind completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``group`` names a
+    field or column; by default the kind of row tells. ``append_eos`` puts the tokenizer's end of sequence after texts
+    (None: after completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``group`` names a
     field: samples of one value stay together. ``weight_column`` names one of the weights of targets. ``vocab_size`` is
     the model's: data known to exceed it is refused here, any other token that does when it is read. Without it a
     tokenizer says which ids are possible.

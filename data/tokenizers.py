@@ -164,7 +164,7 @@ class FolderTokenizer(Tokenizer):
 
 
 class EndingTokenizer(Tokenizer):
-    """A tokenizer that puts its end of sequence behind texts that do not end with it."""
+    """A tokenizer that puts its end of sequence after texts that do not end with it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -190,7 +190,7 @@ class EndingTokenizer(Tokenizer):
 
 
 def end_of(tokenizer: Tokenizer, append: bool | None) -> str | None:
-    """The end of sequence that is put behind a text; None for none. ``append``: whether; None: where there is one.
+    """The end of sequence that is put after a text; None for none. ``append``: whether; None: where there is one.
 
     Raises EvenloadError where one is asked for that the tokenizer lacks.
     """
@@ -202,7 +202,7 @@ def end_of(tokenizer: Tokenizer, append: bool | None) -> str | None:
 
 
 def with_end(text: str, eos: str | None) -> str:
-    """The text with the end of sequence behind it, once."""
+    """The text with the end of sequence after it, once."""
     return text if eos is None or text.endswith(eos) else text + eos
 
 
@@ -221,7 +221,7 @@ def open_tokenizer(spec: str) -> Tokenizer:
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer beside whatever else it has."""
+    """Whether a folder has a tokenizer besides whatever else it has."""
     return any(reading.is_file(folder / name) for name in ("tokenizer.json", _SETTINGS[0]))
 
 

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
@@ -55,12 +56,18 @@ _of_torch, _of_megatron = (partial(Patch, supports=versions, when=no_cuda) for v
 
 
 def _stand_in(name: str) -> Callable[..., Any]:
+    """A function of `cpu_standins` that is called with what it takes the place of."""
     return from_module(f".cpu_standins:{name}")
 
 
+def _value(name: str) -> Callable[[Any], Any]:
+    """Gives what `cpu_standins` has under a name, in place of whatever was there."""
+    return lambda _: getattr(import_module(".cpu_standins", __package__), name)
+
+
 def _cuda(name: str, stand_in: str, why: str) -> Patch:
-    target, value = f"torch.cuda:{name}", _stand_in(stand_in)
-    return _of_torch(name=f"cpu.cuda.{name}", target=target, why=why, replace=value, reach=("megatron",))
+    target = f"torch.cuda:{name}"
+    return _of_torch(name=f"cpu.cuda.{name}", target=target, why=why, replace=_value(stand_in), reach=("megatron",))
 
 
 _TORCH_ROWS = (
@@ -81,8 +88,8 @@ _TORCH_ROWS = (
     *(
         _cuda(name, stand_in, "The all-to-all token dispatcher overlaps copies on a side stream; on a CPU all is done.")
         for name, stand_in in (
-            ("Stream", "stream_class"),
-            ("Event", "event_class"),
+            ("Stream", "Stream"),
+            ("Event", "Event"),
             ("current_stream", "only_stream"),
             ("default_stream", "only_stream"),
             ("stream", "stream_context"),
@@ -118,7 +125,7 @@ _TRITON_ROWS = tuple(
         why="Upstream fault: the schedules import kernels of paged stashing, and these Triton, which builds of torch "
         "without CUDA leave out. A stand-in takes the module's place before the import; its functions, which only "
         "moe_paged_stash calls, raise.",
-        replace=_stand_in("module_without_triton"),
+        replace=_value("MODULE_WITHOUT_TRITON"),
         fills_gap=True,
     )
     for versions, module in ((">=0.18,<0.19", "paged_stash"), (">=0.19", "ops.paged_stash"))
@@ -129,7 +136,7 @@ _GENERATOR_ROWS = tuple(
         name=f"cpu.generator.{name}",
         target=f"megatron.core.tensor_parallel.random:{name}",
         why="Reads and sets the generator below torch.cuda, so the rows for torch.cuda miss it.",
-        replace=_stand_in(stand_in),
+        replace=_value(stand_in),
         expects=expects,
         reach=("megatron",),
     )
@@ -144,7 +151,7 @@ _QUIET_ROW = _of_megatron(
     target="megatron.core.tensor_parallel.random:logging",
     why="The tracker warns at every dropout that the CPU generator moved, and here it is the one that should. "
     "Its other messages pass.",
-    replace=_stand_in("logging_without_rng_warning"),
+    replace=_value("LOGGING_WITHOUT_RNG_WARNING"),
     reach=(),
 )
 
@@ -175,7 +182,7 @@ _ALLOCATION_ROWS = tuple(
         target=f"megatron.core.{module}:torch",
         why="The module allocates with device='cuda' written out, in the middle of its functions. Only its own global "
         "`torch` is replaced; the real torch is untouched.",
-        replace=_stand_in("torch_on_cpu"),
+        replace=_value("TORCH_ON_CPU"),
         reach=(),
     )
     for module in _ALLOCATES_ON_CUDA

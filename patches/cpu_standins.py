@@ -53,44 +53,33 @@ class Event(_Done):
 _STREAM = Stream()
 
 
-def stream_class(_: Any) -> type[Stream]:
-    return Stream
+def current_device() -> torch.device:
+    return CPU
 
 
-def event_class(_: Any) -> type[Event]:
-    return Event
+def synchronize(device: Any = None) -> None:
+    pass
 
 
-def current_device(_: Any) -> Callable[..., Any]:
-    return lambda: CPU
+def only_stream(device: Any = None) -> Stream:
+    return _STREAM
 
 
-def synchronize(_: Any) -> Callable[..., Any]:
-    return lambda device=None: None
+@contextmanager
+def stream_context(stream: Any) -> Iterator[None]:
+    yield
 
 
-def only_stream(_: Any) -> Callable[..., Any]:
-    return lambda device=None: _STREAM
+def manual_seed(seed: Any) -> torch.Generator:
+    return torch.default_generator.manual_seed(int(seed))
 
 
-def stream_context(_: Any) -> Callable[..., Any]:
-    @contextmanager
-    def stream(stream: Any) -> Iterator[None]:
-        yield
-
-    return stream
+def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
 
 
-def manual_seed(_: Any) -> Callable[..., Any]:
-    return lambda seed: torch.default_generator.manual_seed(int(seed))
-
-
-def get_rng_state(_: Any) -> Callable[..., Any]:
-    return lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-
-
-def set_rng_state(_: Any) -> Callable[..., Any]:
-    return lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+def set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
 
 
 def _called_by_megatron() -> bool:
@@ -111,7 +100,7 @@ def type_method(original: Any) -> Callable[..., Any]:
 
 
 def cuda_method(original: Any) -> Callable[..., Any]:
-    """``Tensor.cuda`` that leaves the tensor where it is for Megatron and fails as ever for everybody else."""
+    """``Tensor.cuda`` that leaves the tensor where it is for Megatron and fails as usual for everybody else."""
 
     def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self if _called_by_megatron() else original(self, *args, **kwargs)
@@ -144,11 +133,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def torch_on_cpu(_: Any) -> TorchOnCpu:
-    return _TORCH_ON_CPU
-
-
-_TORCH_ON_CPU = TorchOnCpu()
+TORCH_ON_CPU = TorchOnCpu()
 
 
 def to_numpy_without_cuda(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,8 +171,7 @@ class _WithoutTriton(ModuleType):
         return needs_triton
 
 
-def module_without_triton(_: Any) -> ModuleType:
-    return _WithoutTriton("megatron.core.transformer.moe.without_triton")
+MODULE_WITHOUT_TRITON = _WithoutTriton("megatron.core.transformer.moe.without_triton")
 
 
 class _LoggingWithoutRngWarning(ModuleType):
@@ -204,8 +188,7 @@ class _LoggingWithoutRngWarning(ModuleType):
         return getattr(logging, name)
 
 
-def logging_without_rng_warning(_: Any) -> ModuleType:
-    return _LoggingWithoutRngWarning("logging")
+LOGGING_WITHOUT_RNG_WARNING = _LoggingWithoutRngWarning("logging")
 
 
 def gather_unlike_parts(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

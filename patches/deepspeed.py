@@ -63,7 +63,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
                 target=f"{_REGISTRY}.{method}",
                 supports=requirement("transformers"),
                 why=f"DeepSpeed's AutoEP {what} by its name, where Transformers since 5.23 takes a model, and fails. "
-                "Names are looked up as they stand; a model is looked up as ever.",
+                "Names are looked up as they stand; a model is looked up as usual.",
                 wrapper=from_module(f"{_EXPERTS}:{verb}_by_name"),
                 when=registry_takes_models,
             )

@@ -1,6 +1,6 @@
 """The engine that applies patch rows and takes them out again, exactly.
 
-apply   all rows or none. Every row is held against the version before anything is touched, then against that of the
+apply   all rows or none. Every row is checked against the version before anything is touched, then against that of the
         loaded module, the symbol, who made it and its signature. ``from module import name`` copies taken earlier are
         rebound as well.
 lazy    a row whose module is not loaded yet waits for it and is applied right after the module's body.

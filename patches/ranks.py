@@ -15,7 +15,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             target="torch.distributed.distributed_c10d:init_process_group",
             supports=requirement("torch"),
             why="All ranks leave it together, and long before their first step: there each leaves word that evenload "
-            "runs in it, so that ranks without it are named instead of waited for. Groups are made as ever.",
+            "runs in it, so that ranks without it are named instead of waited for. Groups are made as usual.",
             wrapper=from_module("..integrations.unmodified.roll_call:init_process_group", recipe),
             reach=("torch", "__main__"),
         ),

@@ -37,7 +37,7 @@ class Patch:
     target: str
     """``module:name``, ``module:Class.name`` or ``module:mapping[key]``."""
     supports: str
-    """A requirement, ``megatron-core >=0.16.1,<0.17``, held against the module that is imported."""
+    """A requirement, ``megatron-core >=0.16.1,<0.17``, checked against the module that is imported."""
     why: str
     """Which callers it reaches, why this layer and not another, what is left alone."""
     wrapper: Wrapper | None = None

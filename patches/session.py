@@ -6,8 +6,8 @@
 
 Rows of modules that are loaded go on at once, the others right after their import, so enabling may come first or last.
 For Megatron-Core these are the CPU bridge (where there is no CUDA), mends of its faults, and, if the recipe enables a
-plugin, the planned schedule; for DeepSpeed the rows of its engine. Where a script's own batches are judged
-(`evenload audit`), nothing but the rows that watch it goes on.
+plugin, the planned schedule; for DeepSpeed the rows of its engine. Where a verb has rows of its own (`evenload audit`),
+these go on in place of all but the comparison of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
-from ..core.recipe.carried import AUDIT
+from ..core.recipe.carried import ROWS
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.planned_runs import release_loops
@@ -116,8 +116,8 @@ def enabled(recipe: Recipe | str | Path) -> Iterator[Session]:
 
 def _apply(recipe: Recipe, ledger: Ledger) -> None:
     trainer = trainer_called(recipe.trainer)
-    if AUDIT in os.environ:
-        ledger.apply(_rows(trainer.audits, recipe), lazy=True)
+    if ROWS in os.environ:
+        ledger.apply(_rows(("evenload.patches.ranks", os.environ[ROWS]), recipe), lazy=True)
         return
     if trainer.bridges_cpu:
         bridge_cpu(ledger, lazy=True)

@@ -80,7 +80,7 @@ def _of_accelerate(recipe: Recipe | None) -> tuple[Patch, ...]:
             name="transformers.backward",
             target="accelerate.accelerator:Accelerator.backward",
             supports=ACCELERATE,
-            why="A planned batch counts its tokens in the model's loss; a loss that is no multiple of it would be "
+            why="A planned batch counts its tokens in the model's loss; a loss that is not a multiple of it would be "
             "wrong, and is refused here. A loop in which nothing is planned says so at its first backward.",
             wrapper=from_module(f"{_ACCELERATE}:backward", recipe),
             expects=("loss",),

@@ -106,7 +106,7 @@ def faults(folder: Path, files: Mapping[str, File], *, hashes: bool) -> list[str
         try:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
-                return f"{name} is no regular file"
+                return f"{name} is not a regular file"
             if status.st_size != wanted.size:
                 return f"{name} has {status.st_size} bytes, {wanted.size} were written"
             if hashes and wanted.hash and _stamp(path) != wanted:

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import shutil
+import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,10 @@ import pytest
 from evenload.api import load_recipe
 from harness import costs
 from harness.forge import REFERENCES, Done, Forge
+from harness.lazy import LATE, TOO_SOON
+from harness.verbs import Verbs
 from harness.world import World, WorldPool
+from rich.console import Console
 
 # A busy machine is no failure: nothing here is timed. The Makefile seeds draws by the number of commits, so that a tree
 # that passed passes again and each change draws others; `make explore` draws anew at every run.
@@ -37,7 +42,7 @@ LONGEST = (
     "integrations/megatron/test_experts.py",
     "integrations/megatron/unmodified/test_order.py",
     "commands/test_check.py",
-    "commands/test_verify_generation.py",
+    "plugins/rollout/test_verify_generation.py",
     "integrations/deepspeed/test_slices.py",
     "integrations/megatron/test_pipeline.py",
     "runtime/watchdog/test_watchdog.py",
@@ -77,6 +82,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(costs)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and cases stay: a garbage collector would go through them in vain."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Which file has imported what none need import before it runs."""
+    for name in LATE & sys.modules.keys() - TOO_SOON.keys():
+        TOO_SOON[name] = report.nodeid
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -198,6 +219,21 @@ def forged(forge: Callable[[str], Forge]) -> Callable[..., Done]:
     return run
 
 
+@pytest.fixture
+def launched_by_forge(forged: Callable[..., Done], tmp_path: Path) -> Callable[..., Any]:
+    """In place of `launch.launch`: ranks are forks of a forge, not interpreters that begin anew."""
+    from evenload.training.launching.launch import RanksFailed
+
+    def launch(words: list[str], num_ranks: int, *_: Any) -> Any:
+        done = forged(tmp_path, *words, "--json", ranks=num_ranks)
+        print(done.stderr, file=sys.stderr)
+        if done.returncode:
+            raise RanksFailed(done.returncode)
+        return json.loads(done.stdout)
+
+    return launch
+
+
 @pytest.fixture(scope="session")
 def ran(forged: Callable[..., Done]) -> Callable[..., Any]:
     """``ran(place, "train", "recipe.yaml", "key=value")``: what the verb says as JSON, which must not fail."""
@@ -208,6 +244,61 @@ def ran(forged: Callable[..., Done]) -> Callable[..., Any]:
         return json.loads(done.stdout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def verbs(worlds: Callable[[str, int], World]) -> Verbs:
+    """``verbs(place, "verify", "recipe.yaml", "key=value", ..., steps=1)`` on ranks that serve all tests."""
+    return Verbs(worlds)
+
+
+@pytest.fixture
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of this case see no GPU, have a thread each, and meet on this machine alone."""
+    for name, value in {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="session")
+def shown() -> Callable[..., str]:
+    """The text of a table on a terminal of that width."""
+
+    def text(table: Any, width: int = 160) -> str:
+        console = Console(width=width)
+        with console.capture() as caught:
+            console.print(table)
+        return caught.get()
+
+    return text
+
+
+@pytest.fixture(scope="session")
+def logged() -> Callable[[Path], list[Any]]:
+    """The steps of a log: neither its validations nor its end."""
+
+    def lines(log: Path) -> list[Any]:
+        return [row for row in map(json.loads, log.read_text().splitlines()) if "samples" in row]
+
+    return lines
+
+
+@pytest.fixture(scope="session")
+def two_domains() -> Callable[..., None]:
+    """``two_domains(folder, long=(count, least, most), short=...)``: files of rows of such lengths; a third of the
+    tokens of `long` is masked."""
+
+    def write(folder: Path, **sizes: tuple[int, int, int]) -> None:
+        for name, (count, least, most) in sizes.items():
+            rows = []
+            for i in range(count):
+                ids = [(7 * i + k * k) % 251 for k in range(least + 37 * i % (most - least))]
+                masked = len(ids) // 3 if name == "long" else 0
+                rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,11 @@ def test_a_change_at_the_bottom_selects_whoever_imports_evenload() -> None:
         ("plugins/moe/plan.py", "tests/plugins/moe/test_policy.py", "tests/data/test_order.py"),
         ("integrations/megatron/stage.py", "tests/integrations/megatron/test_slices.py", "tests/core/test_laws.py"),
         ("integrations/deepspeed/plain.py", "tests/integrations/deepspeed/test_slices.py", "tests/core/test_laws.py"),
+        (
+            "integrations/megatron/saving/optimizer.py",
+            "tests/integrations/megatron/saving/test_optimizer.py",
+            "tests/core/test_laws.py",
+        ),
         ("tests/harness/proof/drawn.py", "tests/integrations/megatron/test_slices.py", "tests/core/test_laws.py"),
         ("tests/core/test_laws.py", "tests/core/test_laws.py", "tests/core/test_errors.py"),
         ("recipes/slices.yaml", "tests/rehearsal/test_recipes.py", "tests/core/test_errors.py"),

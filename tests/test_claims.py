@@ -13,7 +13,10 @@ from claims import CLAIMS, NONE_OF_OURS, WITHOUT_A_TEST
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-PAGES = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
+PLACES = (ROOT / "docs").rglob("*.md"), (ROOT / "benchmarks" / "results").glob("*.md")
+PAGES = [
+    str(page.relative_to(ROOT)) for page in (ROOT / "README.md", *sorted(page for place in PLACES for page in place))
+]
 
 CODE = re.compile(r"^```.*?^```|^ {4}.*?$|`[^`]*`", re.DOTALL | re.MULTILINE)
 CLAIMED = re.compile(r"\d ?x\b|\d %|\de-\d|\d (?:us|ms|s|[MG]iB)\b|\bexact(?:ly|ness)?\b")

@@ -25,8 +25,23 @@ from harness.commands import Done
 from harness.commands import command as in_process
 
 ROOT = Path(evenload.__file__).parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-TOOLS = ("evenload", "make", "python", "torchrun", "find", "git")
+PAGES = (
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "tests" / "README.md"),
+    *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/results/*.md")]),
+)
+TOOLS = ("evenload", "make", "python", "torchrun")
+
+NOT_RUN = {
+    "pip": "installs into the reader's environment; `test_wheel.py` builds the wheel and looks its extras up",
+    "torchrun": "trains a script of the reader's; with `-m evenload` it is asked for as `evenload` is",
+    "printf": "writes the recipe that `test_every_recipe_that_a_page_writes_is_read` reads",
+    "find": "lists the lengths of files of this machine, for one who has no file of lengths",
+    **dict.fromkeys(
+        ("#SBATCH", "srun", "code=$?", "[", "exit"),
+        "lines of examples/slurm, which `test_cluster_examples.py` runs with stand-ins for srun and scontrol",
+    ),
+}
+"""First words of documented lines that no test runs as they stand, and why."""
 
 RUN_BY = {
     ("train", "megatron"): "commands/test_train.py::test_against_trains_each_variant_on_equal_batches",
@@ -40,7 +55,7 @@ RUN_BY = {
     ("profile", "megatron"): "commands/test_profile.py::test_profile_measures_a_real_trainer",
     ("check", "megatron"): "commands/test_check.py::test_a_step_of_megatron_is_checked_and_nothing_is_trained",
     ("check", "transformers"): "commands/test_check.py::test_a_step_of_the_trainer_is_checked_under_its_own_launcher",
-    ("audit", "transformers"): "commands/test_audit.py::test_a_wrong_script_is_wrong_before_its_update",
+    ("audit", "transformers"): "plugins/audit/test_audit.py::test_a_wrong_script_is_wrong_before_its_update",
     (
         "run",
         "transformers",
@@ -73,10 +88,14 @@ DOCUMENTED = sorted(
     {command for page in PAGES for command in commands_of_page(page.read_text())}
     | {command for path in (ROOT / "recipes").glob("*.yaml") for command in commands_of_recipe(path.read_text())}
 )
+INLINE = sorted(
+    {span for page in PAGES for span in re.findall(r"`((?:evenload|make|python) [^`]+)`", page.read_text())}
+)
+"""Commands inside sentences and tables."""
 SYNOPSES = [c for c in DOCUMENTED if re.search(r"\bRECIPE\b|\||\[", c)]
 ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUMENTED if c not in SYNOPSES]
 ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
-PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload search", "evenload env"))]
+PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload plugins", "evenload search", "evenload env"))]
 DEAR = ("--measure", "--steps 4", "parallel.dp=16", "--sweep parallel.cp")
 """Words of plans that take longer than some seconds."""
 READS = [c for c in ASKED if c.startswith(("evenload lora", "evenload watch"))]
@@ -95,6 +114,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "long_tail.jsonl").write_text("\n".join(rows) + "\n")
     lengths = [16 + (k * k * 37) % 3000 + (20000 if k % 97 == 0 else 0) for k in range(1200)]
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
+    groups = [{"prompt": 300 + 9 * k, "completions": [32 + 53 * (k + i) % 900 for i in range(16)]} for k in range(40)]
+    (folder / "groups.jsonl").write_text("".join(f"{json.dumps(group)}\n" for group in groups))
     (folder / "runs" / "lora" / "asyncio").mkdir(parents=True)
     status = {"name": "asyncio", "state": "training", "step": 3, "steps": 80}
     (folder / "runs" / "lora" / "asyncio" / "status.json").write_text(json.dumps(status))
@@ -103,6 +124,53 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = {"step": 0, **numbers, "padding_frac": 0.0, "bubble_frac": 0.0, "loss": 4.25, "of_steps": 1, "ends": "done"}
     (folder / "runs" / "a" / "log.jsonl").write_text(json.dumps(row) + "\n")
     return folder
+
+
+def blocks_of(text: str) -> Iterator[str]:
+    """Blocks of a page that a reader types: those without a language, or of a shell's."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language in ("", "sh", "bash"):
+            yield re.sub(r"\\\n\s*", " ", block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_line_that_a_reader_types_is_tested_or_says_why_not(page: Path) -> None:
+    lines = [line.strip() for block in blocks_of(page.read_text()) for line in block.splitlines() if line.strip()]
+    assert not [line for line in lines if line.split()[0] not in (*TOOLS, *NOT_RUN) and not line.startswith("# ")]
+
+
+def test_every_recipe_that_a_page_writes_is_read(tmp_path: Path) -> None:
+    written = {text for page in PAGES for text in re.findall(r"^printf '(.*)' > recipe.yaml$", page.read_text(), re.M)}
+    assert written
+    for text in written:
+        (tmp_path / "recipe.yaml").write_text(text.replace("\\n", "\n"))
+        assert load_recipe(tmp_path / "recipe.yaml").plugins
+
+
+@pytest.mark.every_plugin
+def test_a_command_inside_a_sentence_names_what_there_is() -> None:
+    import typer
+
+    group: Any = typer.main.get_command(cli.app)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    wrong = []
+    for command in INLINE:
+        tool, first, *words = " ".join(command.split()).split(" ")
+        if tool == "make":
+            wrong += [] if first in targets else [command]
+        elif tool == "python":
+            wrong += [] if first.startswith("-") or (ROOT / first).exists() else [command]
+        elif re.fullmatch(r"[a-z]+", first):
+            known = (
+                {option for one in group.commands[first].params for option in one.opts}
+                if first in group.commands
+                else set()
+            )
+            own = words[: words.index("--")] if "--" in words else words
+            asked = {word.partition("=")[0] for word in own if word.startswith("--")}
+            wrong += [] if first in group.commands and asked <= known else [command]
+    assert len(INLINE) > 100
+    assert not wrong
 
 
 def test_there_are_commands_to_be_checked() -> None:
@@ -139,16 +207,16 @@ def test_a_command_that_tries_gpus_out_asks_for_one(command: str, place: Path) -
 @pytest.mark.parametrize("command", TRAINS)
 def test_a_command_that_trains_is_a_right_request(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is checked that is checked before ranks start; then ranks would start."""
-    import evenload.commands.audit as auditor
     import evenload.commands.check as checker
     import evenload.commands.run as runner
+    import evenload.plugins.audit.verb as auditor
     import evenload.training.launching.launch as launcher
 
     verdict: dict[str, Any] = {"verdict": "planned", "says": "", "plugins": [], "refusals": [], "step": None}
     started: list[Any] = []
     monkeypatch.setattr(launcher, "launch", lambda *words: started.append(words))
     monkeypatch.setattr(runner, "run", lambda *words, **_: started.append(words) or 0)
-    monkeypatch.setattr(auditor, "audit", lambda *words: started.append(words) or {**verdict, "verdict": "right"})
+    monkeypatch.setattr(auditor, "judged", lambda *words: started.append(words) or {**verdict, "verdict": "right"})
     monkeypatch.setattr(checker, "check", lambda *words: started.append(words) or verdict)
     done = run(command, place)
     assert done.returncode == 0, done.stderr
@@ -167,6 +235,7 @@ def test_a_command_that_trains_is_run_by_a_test(command: str, place: Path, monke
 
 
 @pytest.mark.parametrize("command", SYNOPSES)
+@pytest.mark.every_plugin
 def test_options_of_a_synopsis_exist(command: str) -> None:
     import typer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def test_the_example_is_short() -> None:
     assert len((EXAMPLE / "evenload_largest_first.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.every_plugin
 def test_the_example_is_listed(command: Commands, tmp_path: Path) -> None:
     rows = json.loads(command(tmp_path, "plugins", "--json").stdout)["plugins"]
     assert {row["name"]: row["origin"] for row in rows}["largest_first"] == "evenload_largest_first"
@@ -66,3 +68,16 @@ def test_the_example_plans_and_its_section_is_checked(command: Commands, tmp_pat
     done = command(tmp_path, *ask, "plugins.largest_first.min_tokens=-1")
     assert done.returncode == 2
     assert "plugins.largest_first.min_tokens" in done.stderr
+
+
+def test_the_plugin_of_the_page_plans() -> None:
+    page = (Path(evenload.__file__).parent / "docs" / "architecture.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "architecture.md", "exec"), {"__name__": "page"})
+    try:
+        settings = ["plugins.packing.slices=off", "plugins.shortest_first.enabled=true"]
+        plan = evenload.plan(evenload.load_recipe("quickstart", settings), [900, 30, 500, 80, 700, 20, 60, 300])
+    finally:
+        evenload.unregister("shortest_first")
+    sizes = [one.num_tokens for one in plan.micro_batches]
+    assert sizes == sorted(sizes)

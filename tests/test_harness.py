@@ -45,9 +45,10 @@ def leaves(what: str) -> None:
     ],
 )
 def test_what_a_case_leaves_fails_it_and_the_next_has_other_ranks(world: World, what: str, said: str) -> None:
-    world(2).run(leaves, "nothing")  # modules are watched from when a case has imported them
+    ranks = world(2)
+    ranks.run(leaves, "nothing")  # modules are watched from when a case has imported them
     with pytest.raises(AssertionError, match=f"leaves did not leave its ranks as it found them: {said}"):
-        world(2).run(leaves, what)
+        ranks.run(leaves, what)
     assert world(2).run(leaves, "nothing") == [None, None]
 
 
@@ -88,7 +89,8 @@ def uses_groups() -> list[Any]:
 
 
 def test_groups_are_taken_again_and_no_two_at_a_time_are_one(world: World) -> None:
-    first, second = world(3).run(uses_groups), world(3).run(uses_groups)
+    ranks = world(3)
+    first, second = ranks.run(uses_groups), ranks.run(uses_groups)
     assert first == second
     assert first[0][0] == [(3, [0, 1]), (3, [0, 1]), (1, [0])]
     assert first[2][0] == [(3, [2])]
@@ -114,7 +116,9 @@ def refers(scale: float, token: int, weight: float) -> tuple[float, int]:
         train=SimpleNamespace(dtype="fp64"),
         parallel=SimpleNamespace(tp=1),
     )
-    host = SimpleNamespace(frozen=(), weights=lambda: {"w": torch.full((2,), scale)}, expert_biases=dict)
+    host = SimpleNamespace(
+        trained=SimpleNamespace(frozen=()), weights=lambda: {"w": torch.full((2,), scale)}, expert_biases=dict
+    )
     labels = SimpleNamespace(
         reference=None,
         of=lambda i: np.array([1, 2]),

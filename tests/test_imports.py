@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grimp
 import pytest
+from harness.lazy import TOO_SOON
 from harness.product import ROOT, trees
 
 
@@ -62,3 +63,8 @@ def test_no_module_needs_a_package_that_its_users_need_not_have() -> None:
             wrong[path] = sorted(more)
     assert len(trees()) > 300
     assert wrong == {}
+
+
+def test_collecting_tests_imports_no_trainer() -> None:
+    """Everybody waits for it, whatever they run: `harness.lazy` is for what a test file needs when it runs."""
+    assert TOO_SOON == {}

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+import pytest
 from harness.product import trees
 
 CALLED_FROM_OUTSIDE = {
     "repr_int": "reprlib calls it",
     "repr_bytes": "reprlib calls it",
-    "read_plans": "reads plan.json for users (docs/input.md)",
-    "along": "scores samples by their gradients along a direction, for users (docs/gradient_scores.md)",
+    "read_plans": "reads plan.json for users (docs/plan.md)",
+    "along": "scores samples by their gradients along a direction, for users (docs/selection.md)",
     "_partition_layers": "DeepSpeed calls it",
     "async_save": "Megatron calls it",
     "record_event": "Megatron and DeepSpeed call it of a stream",
-    "set_shares": "a loop of users moves shares of its sampler (docs/mixture.md)",
+    "set_shares": "a loop of users moves shares of its sampler (docs/data.md)",
     "serve": "benchmarks/published/tie.py plays arrivals",
 }
 """Names that the product defines and does not refer to, and who does."""
@@ -44,6 +45,7 @@ def definitions(tree: ast.Module) -> Iterator[Definition]:
             yield node
 
 
+@pytest.mark.every_plugin
 def test_whatever_the_product_defines_it_uses() -> None:
     modules = trees()
     used = {name for tree in modules.values() for name in referred(tree)}

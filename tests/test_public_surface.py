@@ -40,7 +40,7 @@ RENAMED = {
     "StepPlan.to_json": "evenload.core.plan_json:step_json",
     "StepPlan.from_json": "evenload.core.plan_json:read_step",
 }
-"""What goes by another name since then, or is a function now (module:name). CHANGELOG.md tells each."""
+"""What goes by another name since then, or is a function now (module:name)."""
 
 PURE = """
 trainer: megatron
@@ -173,6 +173,7 @@ def test_commands_and_options_are_all_there() -> None:
     assert not [line for verb, options in EARLIER["commands"].items() for line in gone(verb, options, now[verb])]
 
 
+@pytest.mark.every_plugin
 def test_recipe_keys_and_their_words_are_all_there() -> None:
     now = recipe_keys()
     assert not gone("key", EARLIER["recipe"], now)

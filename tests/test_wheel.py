@@ -90,7 +90,7 @@ def test_the_wheel_holds_what_the_rooms_hold(wheel: Path) -> None:
         ("recipes", "recipes/gpu-node.yaml"),
         ("schema", "core/recipe/recipe"),
         ("env quickstart", "recipes/quickstart.yaml"),
-        ("plan recipes/quickstart.yaml --lengths lengths.txt --report report.html", "training/pictures/report.html"),
+        ("plan recipes/quickstart.yaml --lengths lengths.txt --report report.html", "plugins/report/page.html"),
         ("plan quickstart cluster=h200 costs=verl-7b --lengths lengths.txt", "recipes/costs/verl-7b.yaml"),
         ("plan lora", "recipes/tenants/asyncio.yaml"),
     ],
@@ -126,7 +126,7 @@ def test_extras_that_are_named_exist() -> None:
     named = {
         (extra, place)
         for place, text in (*messages(), *documents())
-        for extras in re.findall(r"(?:evenload|'\.|\.whl)\[([\w,]+)\]", text)
+        for extras in re.findall(r"(?:evenload|'\.|\.whl|  # )\[([\w,]+)\]", text)
         for extra in extras.split(",")
     }
     assert {extra for extra, _ in named} >= {"solver", "megatron"}
@@ -144,11 +144,12 @@ def test_commands_that_are_named_exist() -> None:
     assert {(verb, place) for verb, place in named if verb not in group.commands} == set()
 
 
+@pytest.mark.every_plugin
 def test_packages_that_are_to_be_installed_belong_to_an_extra() -> None:
     rows = [*PROJECT["dependencies"], *(row for rows in PROJECT["optional-dependencies"].values() for row in rows)]
     known = {re.split(r"[<>=\[]", row)[0] for row in rows}
     named = {(name, place) for place, text in messages() for name in re.findall(r"pip install '?([\w-]+)", text)}
-    assert {name for name, _ in named} >= {"matplotlib", "peft"}
+    assert {name for name, _ in named} >= {"PuLP", "peft"}
     assert {(name, place) for name, place in named if name not in known | {"evenload"}} == set()
 
 
@@ -195,3 +196,34 @@ def test_a_tag_releases_its_own_version_and_nothing_untried() -> None:
     assert subprocess.run(["bash", "-c", scripts[0]], cwd=ROOT, env=tag, capture_output=True).returncode == 1
     assert publish["needs"] == "build"
     assert publish["permissions"] == {"id-token": "write"}
+
+
+@pytest.mark.slow
+def test_a_pull_request_is_checked_by_targets_that_exist() -> None:
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
+    assert "pull_request" in flow[True]
+    targets = " ".join(flow["jobs"]["make"]["strategy"]["matrix"]["targets"]).split()
+    assert {"check", "test", "site"} <= set(targets)
+    assert set(targets) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_on_an_index_the_readme_links_to_its_repository_and_so_does_the_package(tmp_path: Path) -> None:
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    repository = "https://example.org/them/evenload"
+    script = [sys.executable, str(ROOT / ".github" / "for_index.py"), repository, "v1.2.3"]
+    subprocess.run(script, cwd=tmp_path, check=True)
+    readme = (tmp_path / "README.md").read_text()
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", readme)
+    assert all(link.startswith(("https://", "#")) for _, link in links)
+    here = [link.split("/v1.2.3/")[1].partition("#")[0] for _, link in links if link.startswith(repository)]
+    assert len(here) > 20
+    assert all((ROOT / path).exists() for path in here)
+    assert f"({repository}/raw/v1.2.3/docs/run.svg)" in readme
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= set(urls)
+
+
+def test_the_package_says_what_it_is_on_an_index() -> None:
+    assert {"authors", "keywords", "classifiers", "description", "readme", "license"} <= set(PROJECT)
+    assert not [line for line in PROJECT["classifiers"] if line.startswith("License")]  # `license` says it

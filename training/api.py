@@ -17,7 +17,7 @@ from ..core.recipe.recipe import Recipe
 from ..runtime.world.schedulers import adopt
 from .launching.launch import RanksFailed, on_ranks
 from .progress import Progress, silent
-from .verbs.generate import refuse_proof
+from .verbs import TRAIN, VERIFY, RankWork
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
         RankError: a rank failed.
     """
     names = (against,) if isinstance(against, str) else tuple(against)
-    return _answer("train", recipe, nproc, progress, ("--against", ",".join(names)), against=names)
+    return _answer(TRAIN, recipe, nproc, progress, ("--against", ",".join(names)), against=names)
 
 
 def verify(
@@ -64,16 +64,18 @@ def verify(
     """
     steps = whole_number(steps, "steps", REPEATS)
     how: dict[str, Any] = {"weights": weights, "generation": generation, "prompts": prompts}
-    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    if generation or prompts:
-        refuse_proof(chosen, **how)
     words = ["--steps", str(steps), *(["--weights"] if weights else []), *(["--generate"] if generation else [])]
     words += ["--prompts", str(prompts.absolute())] if prompts else []
-    return _answer("verify", chosen, nproc, progress, words, steps=steps, **how)
+    return _answer(VERIFY, recipe, nproc, progress, words, steps=steps, **how)
 
 
 def _answer(
-    verb: str, recipe: Recipe | str | Path, nproc: int | None, progress: Progress, words: Sequence[str], **more: Any
+    work: RankWork,
+    recipe: Recipe | str | Path,
+    nproc: int | None,
+    progress: Progress,
+    words: Sequence[str],
+    **more: Any,
 ) -> dict[str, Any] | None:
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     adopt(os.environ)
@@ -82,8 +84,8 @@ def _answer(
         path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(chosen.model_dump(mode="json", exclude_unset=True)))
         try:
-            return on_ranks(verb, chosen, (verb, str(path), *words), num_ranks, progress, **more)
+            return on_ranks(work, chosen, (work.verb, str(path), *words), num_ranks, progress, **more)
         except RanksFailed as end:
             raise RankError(
-                f"{verb} failed on its ranks", f"exit code {end.code}", "see what they print above"
+                f"{work.verb} failed on its ranks", f"exit code {end.code}", "see what they print above"
             ) from None

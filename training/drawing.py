@@ -32,17 +32,17 @@ from ..core.errors import EvenloadError
 from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
+from ..core.planning.stage_layers import settled
 from ..core.policies import objective_weights
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sections import Data
-from ..core.recipe.shares import shares_of
-from ..core.search.stage_layers import settled
+from ..core.recipe.shares import recorded, shares_of
+from ..core.registry import DataPlugin
 from ..data.mixed import MixedSource
 from ..data.samples.mixture import MixState, Mixture
 from ..data.samples.order import BatchSize, SampleOrder
 from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source, targets_of
-from .mixing import MixRun
 
 logger = logging.getLogger("evenload")
 
@@ -55,8 +55,8 @@ class Domains(NamedTuple):
     mixture: Mixture
     weights: tuple[float, ...]
     """[domains] of the samples of each in the loss."""
-    learns: MixRun | None = None
-    """Where shares follow what steps show: their policy before the first one."""
+    first_shares: Mapping[str, Any] = {}
+    """Where a policy of data moves the shares: the share record before the first step."""
 
     @classmethod
     def of_source(cls, recipe: Recipe, source: Source) -> Domains | None:
@@ -66,7 +66,7 @@ class Domains(NamedTuple):
     @classmethod
     def of_data(cls, data: Data, size: BatchSize, source: Source) -> Domains | None:
         """The domains of data that no policy moves; None where there is one source."""
-        return cls._of(data, size, *source.columns()) if isinstance(source, MixedSource) else None
+        return cls._of(data, size, *source.columns(), {}) if isinstance(source, MixedSource) else None
 
     @classmethod
     def of_lengths(
@@ -78,8 +78,10 @@ class Domains(NamedTuple):
     ) -> Domains:
         """The domains whose samples have so many tokens and targets, and are in these groups, by their names."""
         names = sorted(lengths)
-        learns = MixRun.begin(recipe, names, [len(lengths[name]) for name in names])
-        return cls._of(recipe.data, batch_size(recipe), lengths, targets, groups, learns)
+        samples = [len(lengths[name]) for name in names]
+        moved = (one.first_shares(recipe, names, samples) for one in recipe.enabled_of(DataPlugin) if one.first_shares)
+        first = next(filter(None, moved), {})
+        return cls._of(recipe.data, batch_size(recipe), lengths, targets, groups, first)
 
     @classmethod
     def _of(
@@ -89,18 +91,19 @@ class Domains(NamedTuple):
         lengths: Mapping[str, Ints],
         targets: Mapping[str, Ints],
         groups: Mapping[str, Ints] | None,
-        learns: MixRun | None = None,
+        first: Mapping[str, Any],
     ) -> Domains:
         assert data.domains is not None
         prices = targets if data.mix.unit == "targets" else None
-        mixture = Mixture(lengths, prices, size, learns.shares_at if learns else shares_of(data), groups)
-        return cls(mixture, tuple(data.domains[name].weight for name in mixture.names), learns)
+        shares = recorded(first) if first else shares_of(data)
+        mixture = Mixture(lengths, prices, size, shares, groups)
+        return cls(mixture, tuple(data.domains[name].weight for name in mixture.names), first)
 
     def marked(self, draw: Draw) -> Draw:
         """The draw with the domain of each sample, and its weight where a policy has an objective or any domain another
         than 1."""
         places = self.mixture.numbers.domain_of(draw.samples)
-        objective = self.learns.objective_at(draw.state["policy"]) if self.learns else None
+        objective = (draw.state["policy"] or self.first_shares).get("objective") if self.first_shares else None
         if objective is not None:
             counts = draw.num_targets.astype(np.float64) if draw.own_sums is None else draw.own_sums
             return draw._replace(domain=places, weight=objective_weights(objective, places, counts))
@@ -131,46 +134,11 @@ class Selected(NamedTuple):
 
 
 class Drawing:
-    """Gives the next `Draw` at every call; ``state`` of a draw goes into the checkpoint and comes back to `resume`."""
+    """Gives the next `Draw` at every call. ``state``: the `Draw.state` that it goes on from, which a checkpoint keeps;
+    None: it begins, in the order of the seed. Raises EvenloadError for a state that is damaged or of other data."""
 
     def __init__(
         self,
-        order: SampleOrder | MixState,
-        lengths: NDArray[np.int64],
-        size: BatchSize,
-        chain: PlanChain,
-        waiting: Waiting | None = None,
-        *,
-        targets: NDArray[np.int64] | None = None,
-        groups: NDArray[np.int64] | None = None,
-        weight_sums: Floats | None = None,
-        domains: Domains | None = None,
-    ) -> None:
-        self._order: Any = order
-        self._lengths = lengths
-        self._groups = groups
-        self._domains = domains
-        self._take: Callable[[Any], tuple[NDArray[np.int64], Any]]
-        if domains is not None:
-            self._take = domains.mixture.take
-        elif groups is not None:
-            self._take = WholeGroups(groups, lengths, size).take
-        else:
-            self._take = partial(size.take, lengths=lengths)
-        self._situation = chain.context
-        self._targets, self._weight_sums = targets, weight_sums
-        asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
-        self._rules = [rule for rule in asked if rule is not None]
-        self._policies: list[Mapping[str, Any]] = []
-        """States of the policy of shares for the next batches; the last one stays."""
-        self._waiting = waiting or Waiting(_NONE, _NONE, chain.limits.num_ranks)
-        self._size = size
-        self.selected: Selected | None = None
-        """Where a selection says what is drawn: what it has taken. None: samples are drawn in their order."""
-
-    @classmethod
-    def resume(
-        cls,
         state: Mapping[str, Any] | None,
         lengths: NDArray[np.int64],
         size: BatchSize,
@@ -179,30 +147,35 @@ class Drawing:
         seed: int = 0,
         targets: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        trunks: NDArray[np.int64] | None = None,
         weight_sums: Floats | None = None,
         domains: Domains | None = None,
-    ) -> Drawing:
-        """Go on where `Draw.state` was taken; None: begin, in the order of the seed. Raises EvenloadError for a state
-        that is damaged or of other data."""
+    ) -> None:
+        self._lengths = lengths
+        self._groups, self._trunks = groups, trunks
+        self._targets, self._weight_sums = targets, weight_sums
+        self._size, self._domains = size, domains
         mixture = domains.mixture if domains else None
-        waiting = _read(state["waiting"], len(lengths), mixture) if state and "waiting" in state else None
-        order: SampleOrder | MixState
+        self._order: Any
+        self._take: Callable[[Any], tuple[NDArray[np.int64], Any]]
         if mixture is not None:
-            order = mixture.begin(seed) if state is None else mixture.resume(state, seed)
+            self._order = mixture.begin(seed) if state is None else mixture.resume(state, seed)
+            self._take = mixture.take
         else:
             count = len(lengths) if groups is None else int(groups.max()) + 1
-            order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
-        return cls(
-            order,
-            lengths,
-            size,
-            chain,
-            waiting,
-            targets=targets,
-            groups=groups,
-            weight_sums=weight_sums,
-            domains=domains,
-        )
+            self._order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
+            whole = None if groups is None else WholeGroups(groups, lengths, size)
+            self._take = whole.take if whole else partial(size.take, lengths=lengths)
+        self._situation = chain.context
+        asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
+        self._rules = [rule for rule in asked if rule is not None]
+        self._overrides: list[Mapping[str, Any]] = []
+        """Share records of the next batches; the last one stays."""
+        self._waiting = Waiting(_NONE, _NONE, chain.limits.num_ranks)
+        if state and "waiting" in state:
+            self._waiting = _read(state["waiting"], len(lengths), mixture)
+        self.selected: Selected | None = None
+        """Where a selection says what is drawn: what it has taken. None: samples are drawn in their order."""
 
     @property
     def num_ranks(self) -> int | None:
@@ -210,9 +183,9 @@ class Drawing:
         return self._waiting.num_ranks if self._rules else None
 
     def __call__(self) -> Draw:
-        if self._policies:
-            self._order = replace(self._order, policy=self._policies[0])
-            self._policies = self._policies[1:] or self._policies
+        if self._overrides:
+            self._order = replace(self._order, shares_override=self._overrides[0])
+            self._overrides = self._overrides[1:] or self._overrides
         drawn = self._next()
         num_drawn = len(drawn)
         if self._targets is not None:
@@ -225,6 +198,7 @@ class Drawing:
         delay_steps = float(np.average(waited[runs], weights=lengths[runs])) if runs.any() else 0.0
         targets = None if self._targets is None else self._targets[samples[runs]]
         groups = None if self._groups is None else self._groups[samples[runs]]
+        trunks = None if self._trunks is None else self._trunks[samples[runs]]
         sums = None if self._weight_sums is None else self._weight_sums[samples[runs]]
         draw = Draw(
             samples[runs],
@@ -234,6 +208,7 @@ class Drawing:
             targets,
             without_target=num_drawn - len(drawn),
             groups=groups,
+            trunks=trunks,
             own_sums=sums,
         )
         return draw if self._domains is None else self._domains.marked(draw)
@@ -253,7 +228,9 @@ class Drawing:
         batch: a selection takes batches of them."""
         parts: list[Ints] = []
         for _ in range(batches):
-            before = self._order = replace(self._order, policy=self._policies[0]) if self._policies else self._order
+            if self._overrides:
+                self._order = replace(self._order, shares_override=self._overrides[0])
+            before = self._order
             part, self._order = self._take(before)
             parts.append(part)
             if isinstance(before, MixState):
@@ -264,10 +241,9 @@ class Drawing:
         carrying: Ints = numbers[targets[numbers] > 0]
         return carrying
 
-    def use(self, policy: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> None:
-        """Draw the next batches under another state of the policy of their shares; ``first``: the next one alone under
-        a state of its own."""
-        self._policies = [policy] if first is None else [first, policy]
+    def use(self, shares: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> None:
+        """Draw the next batches by another share record; ``first``: the next one alone by a record of its own."""
+        self._overrides = [shares] if first is None else [first, shares]
 
     def _held_back(self, lengths: NDArray[np.int64], waited: NDArray[np.int64]) -> NDArray[np.bool_]:
         waits = np.zeros(len(lengths), dtype=np.bool_)
@@ -303,7 +279,7 @@ def with_layers(recipe: Recipe, num_ranks: int, drawing: Callable[[PlanChain], D
 def drawing_of(recipe: Recipe, source: Source, chain: PlanChain, state: Mapping[str, Any] | None = None) -> Drawing:
     """The global batches of a source from the first step on, or from where a checkpoint's state was taken."""
     size, seed, domains = batch_size(recipe), recipe.train.seed, Domains.of_source(recipe, source)
-    return Drawing.resume(state, source.lengths, size, chain, seed=seed, domains=domains, **columns_of(source))
+    return Drawing(state, source.lengths, size, chain, seed=seed, domains=domains, **columns_of(source))
 
 
 def batch_size(recipe: Recipe) -> BatchSize:
@@ -375,5 +351,6 @@ def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
 
 
 def columns_of(source: Source) -> dict[str, Any]:
-    """What `Drawing` knows of the samples of a source beside their lengths."""
-    return {"targets": source.targets, "groups": source.groups, "weight_sums": source.weight_sums}
+    """What `Drawing` knows of the samples of a source besides their lengths."""
+    columns = {"targets": source.targets, "groups": source.groups, "trunks": source.trunks}
+    return {**columns, "weight_sums": source.weight_sums}

@@ -3,8 +3,8 @@ of its `train.max_minutes`.
 
 The step that runs is finished, a checkpoint of it is written where the recipe names a folder, and the command ends with
 exit code `ASK_AGAIN`; the same command goes on from there. Ranks hear at different times, or one of them alone: what
-each has heard travels with what they compare after every step, so all end behind the same one. A second signal ends the
-process at once. Before the first step and behind the last nobody listens, and a signal ends it as ever.
+each has heard travels with what they compare after every step, so all end after the same one. A second signal ends the
+process at once. Before the first step and after the last nobody listens, and a signal ends it as usual.
 
 A thread takes the signals: Python runs handlers between two lines of the main thread, which may wait in a collective.
 """
@@ -43,17 +43,17 @@ class EarlyEnd:
         self._until_s = None if max_minutes is None else BEGAN_S + 60 * max_minutes
         self.signal = NOTHING_HEARD
 
-    def heard(self, step_s: float) -> int:
+    def stop_code(self, step_s: float) -> int:
         """A number for the other ranks: the signal's, one of its own where ``step_s`` seconds more are too many."""
         late = self._until_s is not None and time.monotonic() + step_s > self._until_s
         return self.signal or (_OUT_OF_TIME if late else NOTHING_HEARD)
 
 
-def reason_of(heard: float) -> str:
+def reason_of(stop_code: float) -> str:
     """The largest number that ranks have heard, in words; empty where none has heard anything."""
-    if heard == _OUT_OF_TIME:
+    if stop_code == _OUT_OF_TIME:
         return "train.max_minutes"
-    return signal.Signals(int(heard)).name if heard else ""
+    return signal.Signals(int(stop_code)).name if stop_code else ""
 
 
 @contextmanager
@@ -88,12 +88,12 @@ def _take(reads: int, ending: EarlyEnd) -> None:
             continue
         if not ending.signal:
             first_s, ending.signal = time.monotonic(), number
-            logger.warning("%s: the run ends behind this step", signal.Signals(number).name)
+            logger.warning("%s: the run ends after this step", signal.Signals(number).name)
         elif time.monotonic() - first_s > AT_ONCE_S:
             os._exit(128 + number)
 
 
 def say_ended(reason: str, steps: int, recipe: Recipe) -> None:
-    """Tell why a run has ended behind so many steps, and how it goes on."""
+    """Tell why a run has ended after so many steps, and how it goes on."""
     kept = "the same command goes on" if recipe.checkpoint.dir else "nothing is kept, as checkpoint.dir is null"
     logger.warning("the run has ended after %d steps (%s); %s", steps, reason, kept)

@@ -53,7 +53,7 @@ def metrics_of(result: StepResult) -> dict[str, float] | None:
 
 def imbalance_of(result: StepResult) -> float:
     """How much longer a step's experts take than with even routing: tokens of the busiest rank over those of the mean
-    one as ranks computed them, in the mean over all layers, passes and groups by their tokens; 1 where nothing was
+    one as ranks computed them, on average over all layers, passes and groups by their tokens; 1 where nothing was
     routed. Collective."""
     own = np.array([[sum(load.counts), load.imbalance_after] for load in result.expert_loads], dtype=np.float64)
     rows = [rows for rows in everyone(own) if rows.any()]
@@ -97,7 +97,7 @@ def loads_writer(job: Job, *, goes_on: bool) -> Iterator[Callable[[int, StepResu
     if path is None or not job.has_experts:
         yield lambda step, result: None
         return
-    file = _opened(path, goes_on) if job.leads else None
+    file = _opened(path, goes_on) if job.is_rank0 else None
     try:
         yield _LoadsLog(job, file).write
     finally:

@@ -1,4 +1,4 @@
-"""Files that users name or others may write beside: refused before work starts, whole or not there afterwards."""
+"""Files that users name, or that others write at once: refused before work starts, whole or not there afterwards."""
 
 from __future__ import annotations
 
@@ -6,18 +6,50 @@ import gzip
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from ..core.errors import EvenloadError
-
-SUFFIXES = {"trace": (".json", ".json.gz"), "plot": (".png",), "report": (".html", ".htm")}
-"""How the names of pictures end, by kind."""
+from ..core.registry import load_plugins
 
 
-def refuse_path(path: Path, kind: str) -> None:
-    """Raise EvenloadError unless a picture of that kind may be written there."""
-    option, suffixes = f"--{kind}", SUFFIXES[kind]
+class Picture(NamedTuple):
+    """What an option of the command line has drawn of steps."""
+
+    module: str
+    """Its ``write(forecast, path)`` draws; it is imported when somebody asks for the picture."""
+    suffixes: tuple[str, ...]
+    """How the names of its files end."""
+    needs: str = ""
+    """A package that no installation need have."""
+
+
+PICTURES = {"trace": Picture("evenload.training.pictures.trace", (".json", ".json.gz"))}
+"""By the options that ask for them; a plugin puts its own in."""
+
+
+def refuse_pictures(**paths: Path | None) -> None:
+    """Raise EvenloadError for a picture that cannot be written, by option: to be asked before any work is done."""
+    load_plugins()
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if option not in PICTURES:
+            do = "install the plugin that draws it, or leave the option out"
+            raise EvenloadError(f"nobody draws what --{option} asks for", f"drawn: {', '.join(PICTURES)}", do)
+        picture = PICTURES[option]
+        _refuse_path(path, f"--{option}", picture.suffixes)
+        if picture.needs:
+            try:
+                import_module(picture.needs)
+            except ImportError as error:
+                do = f"pip install {picture.needs}"
+                raise EvenloadError(f"--{option} needs {picture.needs}", str(error), do) from error
+
+
+def _refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
+    """Raise EvenloadError unless a picture may be written there; ``suffixes``: how its name may end."""
     if not path.name.lower().endswith(suffixes):
         do = f"end its name with {' or '.join(suffixes)}"
         raise EvenloadError(f"{option} writes another kind of file", str(path), do)
@@ -26,7 +58,7 @@ def refuse_path(path: Path, kind: str) -> None:
         raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
     odd = os.path.exists(path) and not os.path.isfile(path)
     if odd or not os.access(folder, os.W_OK):
-        fault = f"{path} is no regular file" if odd else f"{folder} is not writable"
+        fault = f"{path} is not a regular file" if odd else f"{folder} is not writable"
         raise EvenloadError(f"{option} cannot be written", fault, f"choose another {option}")
 
 
@@ -42,7 +74,7 @@ def refusing_unwritable(name: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` to write to, which takes its place at the end. Raises EvenloadError."""
+    """A file next to ``path`` to write to, which takes its place at the end. Raises EvenloadError."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part

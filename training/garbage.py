@@ -1,7 +1,7 @@
 """Python's garbage on all ranks at once, as Megatron-LM's ``--manual-gc`` and torchtitan do it.
 
 Python collects garbage whenever a rank has made so many objects, so one rank after the other pauses within a step and
-all the others wait for it. Here nobody does so inside a step: behind every ``train.gc_every``-th one all ranks collect
+all the others wait for it. Here nobody does so inside a step: after every ``train.gc_every``-th one all ranks collect
 together. What was alive before the first step (modules, the model) is left out of it (`gc.freeze`), so that a
 collection looks at what the steps have made alone.
 """
@@ -19,7 +19,7 @@ Collect = Callable[[int], None]
 
 @contextmanager
 def collected(every: int | None) -> Iterator[Collect]:
-    """Inside, garbage is collected by the call that is yielded alone, behind every so many steps; None: by Python, as
+    """Inside, garbage is collected by the call that is yielded alone, after every so many steps; None: by Python, as
     ever. The call is given the number of steps that are done."""
     if every is None or not gc.isenabled():
         yield lambda _: None

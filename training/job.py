@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
+from ..core.aliases import Floats
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
 from ..core.planning.turns import fingerprint
@@ -27,7 +28,6 @@ from ..core.policies import KINDS
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.recipe.traits import trainer_called
-from ..data.reference import ReferenceLosses
 from ..data.sources import Source
 from ..integrations.host.host import Host
 from ..patches import bridge_cpu
@@ -66,7 +66,7 @@ class VerbJob(ABC):
         return shape_of(self.recipe.model).experts is not None
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is the rank that reports."""
         return self.world.rank == 0
 
@@ -105,20 +105,18 @@ class VerbJob(ABC):
         config, chain = self.recipe.planner, chain or self.chain
         budget_s = config.budget_ms and config.budget_ms / 1e3
         asked = any(map(self.recipe.data_policy, KINDS))
-        learns = config.refit or chain.needs_loads or asked
-        if not config.background or learns or self.recipe.adapts:
-            return Planner(
-                chain, drawing, budget_s=budget_s, background=config.background, exchange=gather_bytes, first=first
-            )
-        turns = open_board() if chain.staged else None
+        learns = config.refit or chain.layers.need_loads or asked
+        turns, steps_ahead = None, 1
+        if config.background and not learns and not self.recipe.adapts:
+            turns = open_board() if chain.staged else None
+            steps_ahead = config.steps_ahead or min(MOST_AHEAD, turns.size if turns else 2)
         if turns:  # who does not plan a step itself would not notice another recipe
             agree(fingerprint(chain), "recipes", 0)
-        steps_ahead = config.steps_ahead or min(MOST_AHEAD, turns.size if turns else 2)
         return Planner(
             chain,
             drawing,
             budget_s=budget_s,
-            background=True,
+            background=config.background,
             exchange=gather_bytes,
             first=first,
             steps_ahead=steps_ahead,
@@ -146,8 +144,8 @@ class Job(VerbJob):
     source: Source
     held_out: Source | None = None
     """What `train` validates on."""
-    reference: ReferenceLosses | None = None
-    """What the losses of steps are compared with."""
+    reference: Callable[[int], Floats] | None = None
+    """``reference(sample)``: losses of its tokens by another model, with which those of steps are compared."""
 
     @cached_property
     def domains(self) -> Domains | None:
@@ -156,7 +154,10 @@ class Job(VerbJob):
 
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
-        return drawing_of(self.recipe, self.source, self.chain, state)
+        drawing = drawing_of(self.recipe, self.source, self.chain, state)
+        if drawing.num_ranks not in (None, self.chain.limits.num_ranks):
+            logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
+        return drawing
 
     def say_unused(self, verb: str) -> None:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
@@ -185,7 +186,7 @@ class Job(VerbJob):
         if reference is None:
             return labels
         labels = labels or Labels(lambda index: self.source.labels(int(draw.samples[index])), draw.num_targets)
-        return labels._replace(reference=lambda index: reference.of(int(draw.samples[index])))
+        return labels._replace(reference=lambda index: reference(int(draw.samples[index])))
 
 
 def labels_of(draw: Draw, source_of: Callable[[int], Source]) -> Labels | None:

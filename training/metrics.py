@@ -74,7 +74,7 @@ class StepMeasures:
     """Idle share of the step: 1 - busy / step, mean over stages and plane ranks. Passes alone are busy."""
 
     @classmethod
-    def of(cls, step: int, planned: Planned, taken: Taken, **more: Any) -> Self:
+    def of(cls, step: int, planned: Planned, taken: MeasuredStep, **more: Any) -> Self:
         """The row of a step that was measured, with ``more`` that its run has."""
         plan, busy = planned.plan, taken.busy_s.sum(axis=0)
         return cls(
@@ -100,7 +100,7 @@ class StepRow(StepMeasures):
     grad_norm: float
     lr: float
     delay_steps: float = 0.0
-    """Steps by which this step's tokens were held back, in the mean."""
+    """Steps by which this step's tokens were held back, on average."""
     waiting: int = 0
     """Samples that wait for a later step."""
     without_target: int = 0
@@ -114,7 +114,7 @@ class StepRow(StepMeasures):
     moe: dict[str, float] | None = None
     """Of a model with experts: tokens of the busiest rank of a group over those of its mean rank, with every expert at
     its home, over all layers and passes (imbalance_p50, imbalance_p95, imbalance_max), and as the ranks computed them
-    (imbalance_after_*); copies of experts in a layer's pass, in the mean; copied_bytes, weights that all ranks took in
+    (imbalance_after_*); copies of experts in a layer's pass, on average; copied_bytes, weights that all ranks took in
     for them; exposed_s, for which the rank that waits longest waits for these; failed_frac, the share of layers' passes
     whose planner failed, so that experts stayed at home."""
     domains: dict[str, DomainLoss] | None = None
@@ -122,7 +122,7 @@ class StepRow(StepMeasures):
 
 
 @dataclass(frozen=True)
-class Taken:
+class MeasuredStep:
     """One step as the ranks measured it; arrays are [stages, plane ranks], means over tensor-parallel peers."""
 
     result: StepResult

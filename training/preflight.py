@@ -28,14 +28,14 @@ from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
 from ..core.recipe.sections import Data
 from ..core.recipe.traits import trainer_called
+from ..core.run_hooks import RUN_HOOKS
 from ..data.mixed import MixedSource, naming_domain
 from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source, open_source
 from ..data.tokenizers import holds_tokenizer, open_tokenizer
 from .drawing import Domains, batch_size, drawing_of, draws_of, refuse_short_data, scorable, with_layers
-from .files import refuse_path
+from .files import refuse_pictures
 from .hosts import require_for_folders, require_own_loop
-from .policies.files import refuse_policies
 from .sampling.prompted import prompted
 
 logger = logging.getLogger("evenload")
@@ -67,7 +67,10 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
     recipe = with_steps(recipe, source)
     refuse_other_tokenizer(recipe)
-    refuse_policies(recipe, source)
+    Domains.of_source(recipe, source)
+    for row in RUN_HOOKS.registered().values():
+        if row.refuses:
+            RUN_HOOKS.imported(row, row.refuses)(recipe, source)
     recipe = with_layers(recipe, layout.world_size, partial(drawing_of, recipe, source))
     layout = recipe.layout(layout.world_size)
     chain = PlanChain.of_recipe(recipe, layout)
@@ -87,7 +90,7 @@ def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
         require_for_folders("a folder of weights or adapters")
     refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), *_without_writers(recipe))
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
-        refuse_path(recipe.log.trace, "trace")
+        refuse_pictures(trace=recipe.log.trace)
     layout = recipe.layout(world_size)
     if layout.cp > 1:
         do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
@@ -104,7 +107,7 @@ def refuse_longest(source: Source, chain: PlanChain) -> None:
     longest = np.sort(lengths)[-chain.context.layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(as_lengths(longest))
-    if source.groups is not None:
+    if source.groups is not None and source.trunks is None:
         trained = scorable(source)
         groups = source.groups[trained]
         largest = np.argsort(np.bincount(groups, source.lengths[trained]))[-chain.context.layout.dp_cp_size :]
@@ -167,7 +170,7 @@ def tokenizer_of(data: Data, weights: Path | None) -> str:
 
 
 def refuse_other_tokenizer(recipe: Recipe) -> None:
-    """Raise EvenloadError where the tokenizer beside the weights, which leaves with the model, knows more tokens than
+    """Raise EvenloadError where the tokenizer next to the weights, which leaves with the model, knows more tokens than
     the model."""
     weights, known = recipe.model.weights, recipe.model.vocab_size
     if weights is None or known is None or not reading.is_file(weights / "tokenizer.json"):

@@ -23,7 +23,7 @@ from ..core.aliases import Floats
 from ..runtime.attention.pack import TokensOf
 from .garbage import PAUSES
 from .job import VerbJob, logger
-from .metrics import Taken
+from .metrics import MeasuredStep
 
 WINDOW = 20
 SHARE = 0.1
@@ -45,7 +45,7 @@ def queued_s() -> float:
 
 
 class OwnTime:
-    """What this rank spends of a step beside its passes, from here on."""
+    """What this rank spends of a step besides its passes, from here on."""
 
     def __init__(self) -> None:
         self.data_s = 0.0
@@ -78,7 +78,7 @@ class Stragglers:
         self.rows: list[dict[str, Any]] = []
         """One of each window, rank and cause: first and last step, seconds and share of a step that were lost."""
 
-    def note(self, step: int, taken: Taken, predicted_s: Floats) -> None:
+    def note(self, step: int, taken: MeasuredStep, predicted_s: Floats) -> None:
         """Follow a step; ``predicted_s``: passes [stages, plane ranks]. Warns once of each rank and cause."""
         self._window.append((taken.step_s, taken.own_s, self._job.of_ranks(predicted_s)))
         if len(self._window) < WINDOW:
@@ -105,7 +105,7 @@ class Stragglers:
 
 
 def lost(own_s: Floats, predicted_s: Floats | None) -> list[tuple[str, int, float]]:
-    """(cause, rank, seconds of a step) of what each rank loses beside the others.
+    """(cause, rank, seconds of a step) of what each rank loses compared with the others.
 
     Args:
         own_s: [steps, ranks, 3] seconds of passes, of reading, and of the host.

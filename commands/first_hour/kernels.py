@@ -26,7 +26,7 @@ from ...runtime.attention.kernels import KERNELS, Kernel, KernelCall, KernelRow
 ROUNDINGS = 2
 LENGTHS = (1, 129, 300, 64, 2, 200)
 QUERIES, WINDOW = 130, 100
-"""Queries behind a prefix; keys before its own that a query sees in a window."""
+"""Queries after a prefix; keys before its own that a query sees in a window."""
 HEADS, GROUPS = 8, 2
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ def _cases() -> Iterator[tuple[KernelRow, str, Case]]:
     for block in BLOCKS:
         yield block, "a prefix without mask", partial(_part, block, False, None)
         for window in (None, WINDOW) if "window" in block.options else (None,):
-            yield block, "behind a prefix" + _in(window), partial(_part, block, True, window)
+            yield block, "after a prefix" + _in(window), partial(_part, block, True, window)
 
 
 def _in(window: int | None) -> str:

@@ -22,7 +22,7 @@ TAIL = 6000
 def run_limited(arguments: Sequence[str], limit_s: float, folder: Path) -> dict[str, Any]:
     """Run ``python3 ARGUMENTS`` in a folder: its ``exit_code`` (None: out of time), ``timed_out`` and ``wall_s``.
 
-    Beside them ``result``, the JSON object that it printed, or ``printed``, the end of its text; ``stderr`` on failure.
+    With them ``result``, the JSON object that it printed, or ``printed``, the end of its text; ``stderr`` on failure.
     """
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -24,7 +24,7 @@ def page(result: Result) -> str:
         sections.append(f"## Costs\n\n```yaml\n{costs.read_text()}```\n")
     failed = [f"## {name}\n\n```text\n{row['stderr']}\n```\n" for name, row in rows.items() if "stderr" in row]
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "cuda", "nccl", "driver") if about.get(name))
-    intro = f"evenload {result['evenload']}, {versions}. Please send this page and `result.json`, which is beside it."
+    intro = f"evenload {result['evenload']}, {versions}. Please send this page and `result.json`, next to it."
     return "\n".join([f"# The first hour of evenload on {title}\n", intro, "", _table(head, ends), *sections, *failed])
 
 
@@ -65,12 +65,12 @@ def _kernels(result: Result) -> str:
         else:
             others[row["kernel"], row["status"]] = f"{row['kernel']}: {row['status']}"
     head = ("kernel", "case", "dtype, head dimension", "largest error", "allowed", "")
-    return f"## Kernels beside float64\n\n{_table(head, ran)}\n{'; '.join(others.values())}\n"
+    return f"## Kernels against float64\n\n{_table(head, ran)}\n{'; '.join(others.values())}\n"
 
 
 def _verify(result: Result) -> str:
     keys = ("exact", "loss_rel_err", "grad_rel_err", "tolerance", "update_rel_err", "over")
-    return f"## Beside plain training, float32\n\n{_table(('', ''), [(key, result[key]) for key in keys])}"
+    return f"## Against plain training, float32\n\n{_table(('', ''), [(key, result[key]) for key in keys])}"
 
 
 def _train(result: Result) -> str:
@@ -81,7 +81,7 @@ def _train(result: Result) -> str:
     losses = ", ".join(f"{row['loss']:.4f}" for row in result["steps"])
     host = ", ".join(f"{key} {value}" for key, value in result["host"].items())
     return (
-        f"## Beside stock, bf16\n\n{_table(head, rows)}\n"
+        f"## Against stock, bf16\n\n{_table(head, rows)}\n"
         f"Losses of evenload's steps: {losses}; stock's differ by at most {beside:.1e}. {host}\n"
     )
 

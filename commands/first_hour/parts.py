@@ -23,7 +23,7 @@ from .limited import run_limited
 from .page import page
 
 STEPS = 13
-"""Of a run beside stock, at most."""
+"""Of a run against stock, at most."""
 
 
 class TimedPart(NamedTuple):

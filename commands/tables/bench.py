@@ -1,4 +1,4 @@
-"""Variants of `bench` beside each other."""
+"""Variants of `bench`, side by side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.table import Table
 
 from ...core.input.format import gib, percent
 from .show import Columns, Result, by_columns, column, errors, machine
-from .train import closing
+from .train import SPEEDUP, closing
 
 _BENCHED: Columns = {
     "": column("name"),
@@ -16,7 +16,7 @@ _BENCHED: Columns = {
     "padding": column("padding_frac", percent),
     "bubble": column("bubble_frac", percent),
     "holds": column("peak_activation_bytes", gib),
-    "evenload is faster by": column("ratio", lambda ratio: f"{ratio['of_totals']:.3f}x" if ratio else ""),
+    "speedup": column("ratio", lambda ratio: f"{ratio['of_totals']:.3f}x" if ratio else ""),
     "quartiles of steps": column("ratio", lambda of: "{:.3f} .. {:.3f}".format(*of["quartiles"]) if of else ""),
     "its busiest rank": column("ratio", lambda ratio: f"{ratio['of_busiest']:.3f}x" if ratio else ""),
     "of its ceiling": column("ratio", lambda ratio: percent(ratio["of_ceiling"]) if ratio else ""),
@@ -38,9 +38,10 @@ def _bench(result: Result) -> Table:
     peaks_of = result["predicted_peak_activation_bytes_of_stages"]
     caption = (
         f"{result['steps']} steps, alternating, measured; planning took {percent(result['plan_share'])} of a step\n"
+        f"{SPEEDUP}\n"
         "its busiest rank: compute of the baseline's over evenload's; ceiling: the baseline's own imbalance, what "
         "balance alone can gain (a smaller bubble comes on top)\n"
-        f"{_paths(result)}predicted step times are off by {errors(result['prediction_error'])} in the mean\n"
+        f"{_paths(result)}predicted step times are off by {errors(result['prediction_error'])} on average\n"
         "bubble: share of the steps in which ranks wait for other ranks and stages, measured (predicted: "
         f"{errors(result['predicted_bubble_frac'])})\n"
         "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "

@@ -16,7 +16,7 @@ def table(result: Result) -> Group:
     rows = [(row["name"], *_standing(row, refused)) for row in result["plugins"]]
     shown = _checked_step(result["step"], "costs={costs}, cluster={cluster}".format(**result)) if result["step"] else []
     verdict = plain(f"{result['verdict']}: {result['says']}", "bold")
-    return Group(grid("check", ("plugin", "", "gain"), rows), *shown, verdict)
+    return Group(grid("check", ("plugin", "", "speedup"), rows), *shown, verdict)
 
 
 def _standing(row: Result, refusals: list[str]) -> tuple[str, str]:
@@ -32,11 +32,11 @@ def _checked_step(step: Result, setting: str) -> list[Table | Text]:
         ("shortest, longest sample", f"{min(step['lengths']):,}, {max(step['lengths']):,} tokens"),
         ("padded tokens, before and after", f"{step['stock_padded_tokens']:,}, {step['padded_tokens']:,}"),
         ("step, before and after, predicted", f"{seconds(step['stock_step_s'])}, {seconds(step['step_s'])}"),
-        ("gain, predicted", f"{step['gain']:.2f}x"),
+        ("speedup, predicted", f"{step['gain']:.2f}x"),
     ]
     remarks = [
         f"all times are predicted for {setting}: set them to your hardware's",
-        "gain: predicted from the lengths of this step; of a plugin: over the step with the plugins before it alone",
+        "speedup: predicted from the lengths of this step; of a plugin: over the step with the plugins before it alone",
         "before: rows as the script packs them, without padding"
         if step["packed"]
         else "before: micro-batches of the loop's own size, each padded to its longest sample",

@@ -1,10 +1,10 @@
-"""Files that `export`, `generate` and `score` have written."""
+"""Files that `export` has written."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
-from ...core.input.format import mib, percent, seconds
+from ...core.input.format import mib, seconds
 from .show import Result, grid
 
 
@@ -12,44 +12,3 @@ def table(result: Result) -> Table:
     rows = [(name, mib(size)) for name, size in result["files"].items()]
     caption = f"{result['tensors']} tensors, {mib(result['bytes'])} in {seconds(result['seconds'])}"
     return grid(f"{result['folder']}, of step {result['step']}", ("file", "size"), rows, caption)
-
-
-def table_of_samples(result: Result) -> Table:
-    numbers = {"prompts": result["prompts"], "samples": result["samples"], "made before": result["samples_before"]}
-    numbers |= {f"ended by {how}": number for how, number in sorted(result["ended"].items())}
-    numbers |= _collected(result["collected"]) if result["collected"] else {}
-    rows = [*numbers.items(), ("new tokens", result["tokens"]), ("time", seconds(result["seconds"]))]
-    rows += _dealing(result["dealing"])
-    return grid(result["out"], ("of this run", "number"), rows, f"run {result['run']}")
-
-
-def table_of_losses(result: Result) -> Table:
-    rows = [(name, own["samples"], own["targets"], f"{own['loss']:.4f}") for name, own in result["domains"].items()]
-    caption = f"{mib(result['bytes'])} in {seconds(result['seconds'])}"
-    return grid(result["folder"], ("domain", "samples", "targets", "loss"), rows, caption)
-
-
-def _dealing(dealt: Result) -> list[tuple[str, str]]:
-    """How samples were dealt to ranks, and how far that stayed from a bound."""
-    if not dealt:
-        return []
-    moves = f", again at {dealt['borders']} borders: {dealt['moved']} samples moved" if dealt["borders"] else ""
-    most, least = max(dealt["forwards"]), dealt["least_forwards"]
-    rows = [("dealt by", f"{dealt['dealt']}{moves}"), ("decode steps of the busiest rank, bound", f"{most}, {least}")]
-    if "bound_s" in dealt:
-        over = percent(dealt["predicted_s"] / dealt["bound_s"] - 1)
-        predicted, bound = seconds(dealt["predicted_s"]), seconds(dealt["bound_s"])
-        return [*rows, ("predicted by the costs of decode steps, bound", f"{predicted}, {bound}: {over} over")]
-    return [*rows, ("bound in seconds", "costs of decode steps are not known: evenload profile")]
-
-
-def _collected(row: Result) -> Result:
-    """What is kept of the samples that this command has drawn, beside all of them."""
-    lines: Result = {
-        "drawn now, pruned, left": f"{row['kept'] + row['pruned'] + row['left']}, {row['pruned']}, {row['left']}",
-        "tokens of one, kept and all (estimated)": f"{row['kept_tokens']:.1f}, {row['mean_tokens']:.1f}",
-        "tokens drawn, of all samples (estimated)": f"{row['tokens']:,}, {row['tokens_of_all']:,.0f}",
-    }
-    if row["kept_score"] is not None:
-        lines["score, kept and all (last ones)"] = f"{row['kept_score']:.3f}, {row['mean_score']:.3f}"
-    return lines

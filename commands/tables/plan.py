@@ -1,4 +1,4 @@
-"""Steps of a plan, predicted, beside those of every baseline."""
+"""Steps of a plan, predicted, next to those of every baseline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from ...core.input.format import gib, mib, percent, seconds
 from ...core.plan.grid import LEGEND
 from ...core.planning.gains import NOTHING
 from ...core.planning.notes import WARNINGS
-from ...training.shared_plan.saving import HEAD
-from ...training.shared_plan.saving import rows as rows_of_tenants
-from ...training.shared_plan.saving import said as notes
-from .show import Columns, Result, by_columns, column, grid, plain
+from .show import Columns, Result, by_columns, column, grid, of_plugins, plain
+from .train import SPEEDUP
 
 _STEP: Columns = {
     "step": column("step"),
@@ -29,8 +27,6 @@ _STEP: Columns = {
     "exposed": column("exposed_frac", percent),
     "holds": column("peak_bytes", gib),
 }
-_SAME = 0.005
-"""Ratios closer to one than this are told as equal."""
 _STAGE: Columns = {
     "": lambda steps: f"stage {steps[0]['stage']}",
     "layers recomputed": lambda steps: _layers(_sum(steps, "recomputed_layers"), _sum(steps, "layers")),
@@ -80,9 +76,10 @@ def table(result: Result) -> Group:
     ]
     shown_steps = by_columns("plan", _STEP, steps, "\n".join([*about, *shown[:3]]), spare=("padding", "exposed"))
     loads = [_loads(result["loads"])] if "loads" in result else []
-    tenants = [_tenants(result["tenants"])] if "tenants" in result else []
+    own = of_plugins("plan", result)
     pipeline = [_pipeline(pipelines, _holds(result))] if pipelines else []
-    return Group(shown_steps, *pipeline, _planners(steps), *_unused(result["unused"]), *tenants, *loads, *programs)
+    trees = [_trees(steps)] if "trees" in steps[0] else []
+    return Group(shown_steps, *pipeline, _planners(steps), *trees, *_unused(result["unused"]), *own, *loads, *programs)
 
 
 def _holds(result: Result) -> str:
@@ -99,7 +96,7 @@ def _unused(rows: list[Result]) -> list[Text]:
             lines.append(f"{names} is off, and was not planned, as that takes long: switch it on to see what it gains")
         elif row["gain"] > 1 + NOTHING:
             took = f"planned in {seconds(row['plan_s'])} a step"
-            lines.append(f"predicted {row['gain']:.2f}x as fast with {names}, off here ({took}); add below plugins:")
+            lines.append(f"predicted speedup {row['gain']:.2f}x with {names}, off here ({took}); add below plugins:")
             lines += [f"  {line}" for line in row["line"].splitlines()]
     return [plain(line) for line in lines]
 
@@ -131,7 +128,7 @@ def _pipeline(steps: list[Result], holds: str) -> Table:
 
 
 def _planners(steps: list[Result]) -> Table:
-    """evenload beside the baselines: sums of seconds, means of the rest."""
+    """evenload next to the baselines: sums of seconds, means of the rest."""
     named: dict[str, list[Result]] = {"evenload": steps}
     named |= {name: [step["baselines"][name] for step in steps] for name in steps[0]["baselines"]}
     ours_s = _sum(steps, "step_s")
@@ -147,27 +144,34 @@ def _planners(steps: list[Result]) -> Table:
             (
                 ("stock (padded)" if name == "padded" else name) + (": not allowed" if ignored else ""),
                 seconds(total_s),
-                "" if row is steps else _beside(total_s / ours_s),
+                "" if row is steps else f"{total_s / ours_s:.2f}x",
                 _sum(row, "imbalance") / len(row),
                 percent(_sum(row, "bubble_frac") / len(row)),
                 gib(_most(row, "peak_bytes")),
             )
         )
-    head = ("", "all steps", "beside evenload", "imbalance", "bubble", "holds")
-    return grid("planners", head, rows, "\n".join(["predicted", *over]))
+    head = ("", "all steps", "speedup", "imbalance", "bubble", "holds")
+    return grid("planners", head, rows, "\n".join([f"predicted; {SPEEDUP}", *over]))
 
 
-def _beside(ratio: float) -> str:
-    """Which of both is faster, by a planner's seconds over evenload's."""
-    if abs(ratio - 1) < _SAME:
-        return "as fast"
-    return f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
-
-
-def _tenants(tenants: dict[str, Any]) -> Table:
-    """A row a tenant: means of the steps that it takes part in."""
-    about = ["predicted; alone: the step that a tenant would take by itself on all ranks", *notes(tenants)]
-    return grid("tenants", HEAD, rows_of_tenants(tenants), "\n".join(about))
+def _trees(steps: list[Result]) -> Table:
+    """The batches as rows and as trees, and what no plan takes less than."""
+    every = [step["trees"] for step in steps]
+    why = next((one["why_not"] for one in every if one["why_not"]), "")
+    tokens, distinct, rows_s = (_sum(every, "rows_tokens"), _sum(every, "distinct_tokens"), _sum(steps, "step_s"))
+    rows = [("rows", tokens, rows_s, _sum(steps, "imbalance") / len(steps))]
+    if not why:
+        imbalance = _sum(every, "imbalance") / len(every)
+        rows.append(("trees", _sum(every, "tokens"), _sum(every, "step_s"), imbalance))
+    rows.append(("limit", distinct, _sum(every, "limit_s"), None))
+    cells = [(name, f"{n:,}", seconds(total_s), f"{rows_s / total_s:.2f}x", even) for name, n, total_s, even in rows]
+    caption = (
+        f"{tokens / distinct:.1f}x fewer tokens: {tokens:,} tokens of rows, {distinct:,} distinct\n"
+        "trees: a prompt is computed once a micro-batch; limit: distinct tokens alone, spread evenly\n"
+        "predicted; speedup: over rows"
+    )
+    about = f"{caption}\ntrees are not planned: {why}" if why else caption
+    return grid("trees", ("", "tokens", "all steps", "speedup", "imbalance"), cells, about)
 
 
 def _loads(loads: dict[str, Any]) -> Table:

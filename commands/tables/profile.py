@@ -25,7 +25,7 @@ def table(result: Result) -> Group:
     head = ("", *keys.values(), "error of the fit")
     caption = (
         f"update: {seconds(result['update_s'])}; steps of {result['ranks']} rank(s), simulated with these costs, are "
-        f"off by {percent(result['fit_error']['step'])} in the mean; written to {result['out']}"
+        f"off by {percent(result['fit_error']['step'])} on average; written to {result['out']}"
     )
     passes = grid(f"costs of {machine(result)}", head, rows, caption)
     tables = [passes, *_decoding(result["decode"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from ...core.errors import shorten
 from ...core.input.format import percent, to_json
+from ...core.verbs import tables_of
 
 Result = dict[str, Any]
 Cell = Callable[[Any], Any]
@@ -132,6 +134,15 @@ def by_columns(
 ) -> Table:
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     return grid(title, list(columns), cells, caption, spare=spare)
+
+
+def of_plugins(verb: str, result: Result) -> list[Table]:
+    """What plugins show of a result."""
+    return [grid(*table) for table in tables_of(verb, result)]
+
+
+def error(value: float) -> str:
+    return f"{value:.2e}" if math.isfinite(value) else "not finite"
 
 
 def errors(by_name: dict[str, float]) -> str:

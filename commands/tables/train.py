@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.input.format import clock, percent, seconds
-from .lora import table as table_of_tenants
-from .show import Columns, Result, by_columns, column, grid, machine, plain
+from .show import Columns, Result, by_columns, column, grid, machine, of_plugins, plain
 
 _VARIANT: Columns = {
     "": column("name"),
@@ -24,6 +23,8 @@ _VARIANT: Columns = {
     "predicted": column("predicted_s", seconds),
     "last loss": column("loss"),
 }
+SPEEDUP = "speedup: evenload's over the row, by total seconds of the same steps"
+"""What tables say of that column; docs/measuring.md has the definition."""
 _MOST_ROWS = 32
 """Of a table with a row a rank."""
 _MOST_VALIDATIONS = 12
@@ -31,10 +32,10 @@ _MOST_VALIDATIONS = 12
 
 
 def table(result: Result) -> Group:
-    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed. Of a
-    run of tenants, a row each."""
-    if "tenants" in result:
-        return table_of_tenants(result)
+    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed. Of
+    what a plugin trained in place of the model, the plugin's tables."""
+    if own := of_plugins("train", result):
+        return Group(*own)
     bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
     shown = closing(result["comparison"], result["host"])
     held_out = [*_domains(result["steps"], result["validation"]), *_validations(result["validation"])]
@@ -43,20 +44,22 @@ def table(result: Result) -> Group:
 
 
 def _variants(result: Result) -> Table:
-    ratio = result["ratio"]
+    speedups = {name: one["of_totals"] for name, one in result["comparison"].items() if one["of_totals"]}
     columns = dict(_VARIANT)
-    if ratio:  # without baselines nothing is faster
-        columns["evenload is faster by"] = lambda row: f"{ratio[row['name']]:.2f}x" if row["name"] in ratio else ""
+    if speedups:
+        columns["speedup"] = lambda row: f"{speedups[row['name']]:.2f}x" if row["name"] in speedups else ""
     caption = (
         f"imbalance: busiest rank over mean, measured; planning took {percent(result['plan_share'])} of the step\n"
         "idle: share of the step outside forward and backward, mean and worst rank; predicted: the simulator's step"
     )
+    if speedups:
+        caption += f"\n{SPEEDUP}"
     if any(not 0.5 < row["step_s"] / (row["predicted_s"] or row["step_s"]) < 2 for row in result["variants"].values()):
         caption += "\npredicted is far off: `evenload profile RECIPE --out costs.yaml` fits it, then costs=costs.yaml"
     if result["trace"]:
         caption += f"\n{result['trace']} shows measured and predicted steps: open it in ui.perfetto.dev"
     if result["delay_steps"] or result["waiting"]:
-        caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late in the mean"
+        caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late on average"
         caption += f"; {result['waiting']} samples still wait"
     if result["pictures"]:
         caption += f"\n{' and '.join(result['pictures'].values())} show the measured steps, rank by rank"
@@ -138,7 +141,7 @@ def _cost_of_samples(rows: Sequence[dict[str, float]]) -> str:
     took_s, last = sum(row["generate_s"] + row["score_s"] for row in rows), rows[-1]
     rate = sum(row["tokens"] for row in rows) / (sum(row["generate_s"] for row in rows) or 1.0)
     return (
-        f"\nsamples of prompts took {seconds(took_s)} beside that ({rate:,.0f} tokens/s); "
+        f"\nsamples of prompts took another {seconds(took_s)} ({rate:,.0f} tokens/s); "
         f"{percent(last['cut_frac'])} of the last ended by their limit"
     )
 
@@ -183,15 +186,15 @@ def closing(comparison: Result, host: Result) -> list[Text]:
         shown = f"no difference, as {steps} alternating steps are too few to tell (6 at least)"
     else:
         verdicts = ", ".join(_verdict(name, one) for name, one in comparison.items())
-        shown = f"over {steps} alternating steps (median, 95 % interval) evenload is {verdicts}"
+        shown = f"speedup in {steps} alternating steps (totals, 95 % interval): {verdicts}"
     return [plain(f"Shown: {shown}{alike}. Not shown: {missing}.", "bold")]
 
 
 def _verdict(name: str, compared: Result) -> str:
-    """evenload beside one baseline; a difference within the noise is none."""
+    """evenload's speedup over one baseline; a difference within the noise is none."""
     if compared["same_plans"]:
-        return f"{name} itself, whose plan it runs in every step"
+        return f"none over {name}, whose plan evenload runs in every step"
     low, high = compared["interval"]
     if low <= 1 <= high:
-        return f"as fast as {name} within the noise ({low:.2f}x to {high:.2f}x)"
-    return f"{compared['median']:.2f}x as fast as {name} ({low:.2f}x to {high:.2f}x)"
+        return f"none over {name} within the noise ({low:.2f}x to {high:.2f}x)"
+    return f"{compared['of_totals']:.2f}x over {name} ({low:.2f}x to {high:.2f}x)"

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import Group
 
-from .show import MOST_FAULTS, Columns, Result, by_columns, column, grid, machine
-
-
-def _error(value: float) -> str:
-    return f"{value:.2e}" if math.isfinite(value) else "not finite"
-
-
-_PROVED: Columns = {
-    "tenant": column("name"),
-    "rank": column("r"),
-    "steps": column("steps"),
-    "loss": column("loss_rel_err", _error),
-    "gradients": column("grad_rel_err", _error),
-    "after updates": column("update_rel_err", _error),
-    "verdict": column("exact", lambda exact: "exact" if exact else "NOT exact"),
-}
-
+from .show import MOST_FAULTS, Columns, Result, by_columns, column, error, grid, machine, of_plugins
 
 _ARRANGED: Columns = {
     "arrangement": column("name"),
@@ -34,19 +16,19 @@ _ARRANGED: Columns = {
     "missing": column("samples_missing"),
     "repeated": column("samples_repeated"),
     "ties turned": column("flips"),
-    "log-probabilities": column("log_prob_err", _error),
+    "log-probabilities": column("log_prob_err", error),
 }
 
 
 def _of_generation(result: Result) -> Group:
-    """Each arrangement beside plain generation, then what all of them say."""
+    """Each arrangement against plain generation, then what all of them say."""
     faults, ended = result["over"], ", ".join(f"{how} {count}" for how, count in result["ended"].items())
     before = [row["samples_before"] for row in result["arrangements"] if row["samples_before"]]
     rows = [
         ("samples of plain generation, how they ended", f"{result['samples']}: {ended}"),
         ("samples that were there at the interruption", before[0] if before else 0),
-        ("log-probabilities, largest difference to plain generation", _error(result["log_prob_err"])),
-        ("  to a planned training forward of the same texts", _error(result["training_log_prob_err"])),
+        ("log-probabilities, largest difference to plain generation", error(result["log_prob_err"])),
+        ("  to a planned training forward of the same texts", error(result["training_log_prob_err"])),
         ("  what is allowed", f"{result['allowed']:.1e}"),
         *([("tenants", ", ".join(result["tenants"]))] if "tenants" in result else []),
         *(("beyond what is allowed" if not place else "", fault) for place, fault in enumerate(faults[:MOST_FAULTS])),
@@ -69,11 +51,11 @@ def table(result: Result) -> Group:
     layout = "on tp {tp}, pp {pp}, dp {dp}, after {at_step} steps".format(**resumed) if resumed else "not verified"
     faults = [*result["planners_failed"], *result["over"], *(f"not finite: {name}" for name in result["not_finite"])]
     rows = [
-        ("loss, relative error", _error(result["loss_rel_err"])),
-        ("gradients, relative error of the worst parameter", _error(result["grad_rel_err"])),
+        ("loss, relative error", error(result["loss_rel_err"])),
+        ("gradients, relative error of the worst parameter", error(result["grad_rel_err"])),
         ("  that parameter, and what is allowed", f"{result['worst_parameter']}  {result['tolerance']:.1e}"),
-        ("norm of the gradient, relative error", _error(result["norm_rel_err"])),
-        ("weights and moments after updates, relative error", _error(result["update_rel_err"])),
+        ("norm of the gradient, relative error", error(result["norm_rel_err"])),
+        ("weights and moments after updates, relative error", error(result["update_rel_err"])),
         ("resumed", layout),
         ("samples that are not those of an undisturbed run", result["samples_wrong"]),
         ("tokens missing, repeated", f"{result['tokens_missing']}, {result['tokens_repeated']}"),
@@ -85,11 +67,11 @@ def table(result: Result) -> Group:
     caption = f"{result['steps']} steps" + (f" and {more} batches for further branches" if more else "")
     caption += f", {result['tokens']:,} tokens, {result['targets']:,} of them targets, planned by {result['planner']}"
     branches = [(name, str(count)) for name, count in result["branches"].items()]
-    untaken = "no step has taken it" if "tenants" in result else "no batch of these data takes it"
+    own = of_plugins("verify", result)
+    untaken = "no step has taken it" if own else "no batch of these data takes it"
     branches += [(name, untaken) for name in result["branches_not_taken"]]
-    tenants = [by_columns("each tenant beside itself alone", _PROVED, result["tenants"])] if "tenants" in result else []
     return Group(
         grid(f"evenload against plain training on {machine(result)}", ("", ""), rows, caption),
-        *tenants,
+        *own,
         grid("branches of the runtime that were proved", ("branch", "times"), branches, ""),
     )

@@ -15,7 +15,7 @@ from .partition import best_fit_decreasing
 
 
 def cut(start: int, rest: int, wanted: float, most: int, block: int) -> int:
-    """Tokens to take of the ``rest`` behind ``start``: about ``wanted``, at most ``most``, no slice below a block.
+    """Tokens to take of the ``rest`` after ``start``: about ``wanted``, at most ``most``, no slice below a block.
 
     All lengths in tokens. 0 where that cannot be.
     """

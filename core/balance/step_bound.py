@@ -9,13 +9,14 @@ Every stage has all of the work, so each term holds for any plan, whoever made i
                 (W + j L) / j >= (W + N L) / N, so N launches are no loss. Latencies of tensor parallelism are in a
                 launch, and so are weights that are gathered for it (ZeRO 3)
     way in      the first pass of stage s follows s forwards, each a launch at the least, and s hops
-    way out     likewise behind its last backward; nothing where weight gradients may fill that time
+    way out     likewise after its last backward; nothing where weight gradients may fill that time
     ramp        few micro-batches are long, and stages wait for the first of them and for what one takes through all
                 stages and back; many take as many launches (`_ramp_s`)
     memory      all forwards of a sequence come before its first backward, so what its rank cannot keep by then runs
                 again, or has layers that do. A last stage need not run a replay's first forward but for keys and
                 values, and not at all for the slice that runs backward first, which is then held whole
     longest     where ranks share no sequence, one has all of the costliest, of its parts at experts an ep-th
+    beside      what sequences take less than their tokens do (`Costs.beside`) is taken off; what they take more, not on
 
 Where the recipe recomputes, a backward holds a forward, so replays are free, and the last stage may skip forwards but
 for keys and values: those of all tokens but the most that one slice can hold. Devices of two stages have the work of
@@ -46,7 +47,7 @@ _COUNTS = np.arange(1, 97)
 _IDLES = 1.07 ** np.arange(64)
 """Idle seconds for which it is, over the least of them."""
 _LINEAR, _ALL = ("launch_s", "linear_s"), ("launch_s", "linear_s", "pair_s")
-_STAGES, _KEPT = "_stage_costs", "_kept_context"
+_STAGES = "_stage_costs"
 """Under which a context keeps them."""
 
 
@@ -58,7 +59,7 @@ class StageCost(NamedTuple):
     in_s: float
     """Least seconds before its first pass."""
     out_s: float
-    """Least seconds behind its last backward."""
+    """Least seconds after its last backward."""
 
     @property
     def both(self) -> PassCost:
@@ -84,7 +85,7 @@ def passes_bound_s(
     if not len(lengths):
         return 0.0
     if orders and context.costs.recompute:
-        context = _kept(context)
+        context = context.without_recomputation
     stages = stage_costs(context)
     # Equal stages between first and last have equal costs, and the last of them the longest way.
     numbers = range(len(stages)) if context.layout.layers else sorted({0, max(0, len(stages) - 2), len(stages) - 1})
@@ -97,14 +98,6 @@ def stage_costs(context: PlanningContext) -> list[StageCost]:
     if _STAGES not in known:
         known[_STAGES] = list(_stages(context))
     return known[_STAGES]
-
-
-def _kept(context: PlanningContext) -> PlanningContext:
-    """Without the recipe's recomputation, once for a context."""
-    known: dict[str, PlanningContext] = vars(context)
-    if _KEPT not in known:
-        known[_KEPT] = replace(context, costs=context.costs.kept())
-    return known[_KEPT]
 
 
 def _stages(context: PlanningContext) -> Iterator[StageCost]:
@@ -174,6 +167,8 @@ def _of_stage(
     way_s = own.in_s + (0.0 if limits.splits_backward else own.out_s)
     n, total = lengths.astype(np.float64), int(lengths.sum())
     more = np.zeros(len(n)) if shares else _again_s(n, limits.at(len(stages) - 1), at, room_bytes, skips=skips)
+    less = np.minimum(0.0, at.costs.beside_s(len(n)))
+    more = more + less
     pairs = 0.5 * float(n @ n)
     mean_s = (
         both.linear_s * total + both.pair_s * pairs + float(more.sum()) + max(ranks, -(-total // cap)) * both.launch_s
@@ -184,7 +179,7 @@ def _of_stage(
     if not shares:
         alone = both.at_experts(1.0 / costs.ep).seconds(n) + more + -(-lengths // cap) * both.launch_s
         seconds = max(seconds, float(alone.max()) + way_s)
-    ramps = len(stages) == context.layout.pp > 1 and not limits.v_shape
+    ramps = len(stages) == context.layout.pp > 1 and not limits.v_shape and not less.any()
     if ramps and not costs.recompute and limits.in_step == 1:
         work, largest = Work(0, total / ranks, pairs / ranks), (min(total, cap), int(lengths.max()))
         seconds = max(seconds, _ramp_s(stages, context, work, largest, splits=limits.splits_backward))
@@ -214,24 +209,24 @@ def _ramp_s(
 ) -> float:
     """Least seconds of a rank with mean work at the last of these stages, over all numbers of micro-batches.
 
-    Let the stage be the one behind s others, x_k what the k-th of K micro-batches takes forward at the least of these,
+    Let the stage be the one after s others, x_k what the k-th of K micro-batches takes forward at the least of these,
     b_k what its backward takes there without weight gradients, h_k each hand-over, w_k what it takes at the stage, g_k
     of it for weight gradients, G those of all, I what the rank idles. Links keep their order, so a forward starts at
     the stage no sooner than after x_1 + ... + x_k + (s - 1) x_k + s h_k, and until then the stage has done no more than
-    w_1 + ... + w_(k-1). Behind the end of a backward at the stage the same holds in the order of backwards from the
-    last one, and the stage has no more to do than G and the w_i - g_i behind it:
+    w_1 + ... + w_(k-1). After the end of a backward at the stage the same holds in the order of backwards from the
+    last one, and the stage has no more to do than G and the w_i - g_i after it:
 
-        s (x_k + h_k) <= I + (w - x) of those before       s (b_k + h_k) <= I + G + (w - g - b) of those behind
+        s (x_k + h_k) <= I + (w - x) of those before       s (b_k + h_k) <= I + G + (w - g - b) of those after
 
     With w + h <= r (x + h) these grow no faster than (1 + (r - 1) / s)^k, so of both orders, each from its end, the
     k-th largest is under the k-th of both rows. Nothing is done twice: of another micro-batch i the time before this
-    forward and that behind this backward together hold no more than w_i, and where they hold any of it but g_i, stages
+    forward and that after this backward together hold no more than w_i, and where they hold any of it but g_i, stages
     before have x_i to do in the one, b_i in the other, or both. So for each of them
 
         s (x_k + b_k + 2 h_k) <= I + g_k + (w_i - min(x_i, b_i)) of all others
 
     which caps it by K. All x + h must sum up to those of the rank. What runs again counts as idle, and so may what
-    pairs take beyond r x, so that r need not be theirs: some rank has the mean work beside that, or more. I is cut into
+    pairs take beyond r x, so that r need not be theirs: some rank has the mean work without it, or more. I is cut into
     steps of 7 %, and the least of each is taken with the fewest micro-batches of its most.
 
     Args:

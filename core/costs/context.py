@@ -89,7 +89,7 @@ class PlanningContext:
     cluster: Cluster
     traffic: Traffic = NO_TRAFFIC
     head_frac: float = 0.0
-    """Share of the linear work beside experts that is the output layer's: the last pipeline stage has it alone."""
+    """Share of the linear work outside experts that is the output layer's: the last pipeline stage has it alone."""
     experts: ExpertContext | None = None
     """None in a dense model."""
     forward_only: bool = False
@@ -109,6 +109,11 @@ class PlanningContext:
         }
         return tuple(contexts[own] for own in layers)
 
+    @cached_property
+    def without_recomputation(self) -> PlanningContext:
+        """This context where the recipe recomputes nothing."""
+        return replace(self, costs=self.costs.kept())
+
     def at(self, stage: int) -> PlanningContext:
         """Costs and traffic of a stage with its own number of layers; the output layer's part is `beyond` them."""
         return self._of_stages[stage] if self.layout.layers else self
@@ -118,7 +123,7 @@ class PlanningContext:
         return self.layout.layers[stage] if self.layout.layers else 0
 
     def beyond(self, stage: int, num_stages: int) -> float:
-        """Linear work beside experts of one of so many stages beyond what `at` has of it, over that: the last one has
+        """Linear work outside experts of one of so many stages beyond what `at` has of it, over that: the last one has
         the whole output layer, the others have not the part that is in a mean stage's costs."""
         head = self.head_frac if num_stages > 1 else 0.0
         if stage < num_stages - 1:

@@ -107,7 +107,7 @@ class PassCost(Frozen):
 
     launch_s: NonNegativeFloat = 0.0
     token_s: NonNegativeFloat
-    """Of a token beside the experts to which it is routed."""
+    """Of a token, without the experts to which it is routed."""
     expert_s: NonNegativeFloat = 0.0
     """Of a token at all of these, in all layers."""
     pair_s: NonNegativeFloat = 0.0
@@ -181,7 +181,7 @@ class Costs(Frozen):
     """Of a step, beyond its passes and collectives: clipping, the optimizer, the trainer's bookkeeping, all weights on
     one rank. Ranks that share the optimizer (and tensor and pipeline peers) share these seconds."""
     intra: Link | None = None
-    """Link inside a node as measured beside these costs; it replaces the cluster's."""
+    """Link inside a node as measured along with these costs; it replaces the cluster's."""
     inter: Link | None = None
     """Link between nodes, likewise."""
     fit_error: float | None = None
@@ -193,11 +193,11 @@ class Costs(Frozen):
     tp: RankCount | None = None
     """Degree of tensor parallelism at which these numbers were measured; null: not said, so they are for any."""
     by_tp: dict[RankCount, SettingCosts] = Field(default={})
-    """What was measured beside them at other degrees (`core.costs.by_setting`)."""
+    """What was measured along with them at other degrees (`core.costs.by_setting`)."""
     sharding: Sharding | None = None
     """What ranks divided while these numbers were measured; null: not said, so they are for any."""
     by_sharding: dict[Sharding, SettingCosts] = Field(default={})
-    """What was measured beside them where ranks divide otherwise."""
+    """What was measured along with them where ranks divide otherwise."""
     frozen_base: bool | None = None
     """The weights stayed as they are while these numbers were measured, so backwards are without their gradients; null:
     they were trained."""
@@ -206,8 +206,8 @@ class Costs(Frozen):
     expert_imbalance: float = Field(default=1.0, ge=1.0, exclude=True)
     """Tokens of the busiest of these ranks' experts over those of the mean one; 1: routing is even."""
     beside: tuple[tuple[float, float], ...] = Field(default=(), exclude=True)
-    """(forward, backward) seconds of each sequence of one batch beside its tokens, such as those of its pictures, where
-    sequences stay whole; empty: none. The batch's, so in no cost model."""
+    """(forward, backward) seconds of each sequence of one batch besides its tokens, such as those of its pictures,
+    where sequences stay whole; empty: none. The batch's, so in no cost model."""
 
     def sequence_s(self, lengths: Any) -> Floats:
         """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
@@ -326,7 +326,11 @@ class Costs(Frozen):
     def of_share(self, share: float) -> Costs:
         """Costs of a stage with so many times the layers, the output layer's part likewise."""
         forward, backward = self.forward.scaled(share, share), self.backward.scaled(share, share)
-        return self.model_copy(update={"forward": forward, "backward": backward, "memory": self.memory.of_share(share)})
+        changes = {
+            "beside": tuple((share * f, share * b) for f, b in self.beside),
+            "memory": self.memory.of_share(share),
+        }
+        return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
     def at_experts(self, share: float) -> Costs:
         """These costs with a share of both passes' seconds at experts."""

@@ -1,7 +1,7 @@
 """What a plan holds in memory, predicted, by a walk through the passes of a rank at a stage.
 
     forward, kept      + layers that are not recomputed, inputs of those that are, the head at the last stage
-    forward, replayed  + the stage's input, behind the first stage
+    forward, replayed  + the stage's input, after the first stage
     forward, cut       + K and V of the whole sequence with its first slice (they are stored in one piece)
     backward           - what its forward kept; with a sequence's first one + dK and dV of all tokens before the last
                        slice, with its last one - K, V, dK and dV; with a step's first one + gradients that come late

@@ -91,7 +91,7 @@ class _Stored:
 
 
 class Walk:
-    """The passes of a rank at a stage, one after the other, and what the rank holds behind those that have run."""
+    """The passes of a rank at a stage, one after the other, and what the rank holds after those that have run."""
 
     def __init__(self, plan: StepPlan, stage: int) -> None:
         limits = plan.limits.at(stage)
@@ -125,7 +125,7 @@ class Walk:
 
     @property
     def held_bytes(self) -> float:
-        """What the rank holds behind the passes that have run."""
+        """What the rank holds after the passes that have run."""
         return self._live_bytes
 
     def levels(self, ops: list[Op], parts: list[Part]) -> list[float]:

@@ -4,8 +4,8 @@ Walker's alias argument (ACM TOMS 3(3), 1977): a rank below its share is filled 
 the next one where it falls below its share itself. What a rank is overdrawn by is part of what one taker lacks, so it
 never gives more than it has. A rank so needs copies of at most E/R experts, those of one other, whatever the loads.
 
-Givers lie on a line by what they have too much, the hottest expert first, and takers on a line beside it by what they
-lack, the roomiest first: who stands beside whom is two prefix sums and two binary searches (parallel construction:
+Givers lie on a line by what they have too much, the hottest expert first, and takers on a line next to it by what they
+lack, the roomiest first: who stands next to whom is two prefix sums and two binary searches (parallel construction:
 Huebschle-Schneider and Sanders, arXiv 1903.00227). What a giver exports lies along its experts in the same manner.
 Nothing loops over ranks or experts. Cost: O(E R) to write the quotas.
 
@@ -122,7 +122,7 @@ def _filled(over_R: Ints, hottest_R: Ints, size: int, *, whole: bool = False) ->
 
 
 def _written(givers_R: Ints, takers_R: Ints, beside_R: Ints, amount_R: Ints, overdrawn_R: Ints) -> tuple[Ints, Ints]:
-    """By rank, from whom it takes and how much: takers from the giver beside them, overdrawn givers from the next."""
+    """By rank, from whom it takes and how much: takers from the giver next to them, overdrawn givers from the next."""
     num_ranks = givers_R.shape[0]
     ranks_R = np.arange(num_ranks)
     giver_R, taken_R = ranks_R * 0, ranks_R * 0

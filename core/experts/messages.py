@@ -29,7 +29,7 @@ class Message(NamedTuple):
     pieces: int = 1
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """First element and the one behind the last, of an expert of ``size`` weights."""
+        """First element and the one after the last, of an expert of ``size`` weights."""
         return self.piece * size // self.pieces, (self.piece + 1) * size // self.pieces
 
     def length(self, size: int) -> int:

@@ -60,7 +60,7 @@ def check_quotas(quotas_ER: Ints, counts_RE: Ints, policy: ExpertPolicy, copies:
     do = f"correct the planner of layers '{policy.planner}'"
     if quotas_ER.shape != (num_experts, num_ranks) or (quotas_ER < 0).any():
         raise PlanError(
-            "quotas are no tokens of experts by rank", f"shape {quotas_ER.shape}, {num_experts} experts", do
+            "quotas are not counts of tokens by expert and rank", f"shape {quotas_ER.shape}, {num_experts} experts", do
         )
     wanted_E, served_E = counts_RE.sum(axis=0), quotas_ER.sum(axis=1)
     if (wrong := np.flatnonzero(wanted_E != served_E)).size:

@@ -15,7 +15,7 @@ So a rank's sends and receives run at once, and so do both links; phases follow 
 copies, which leaves together with the tokens. Hops are those of `core.experts.messages`: an expert that many copy goes
 as scatter and all-gather. Nothing else hides anything, and launches of products are free.
 
-Sources: the terms are UltraEP's objective (arXiv 2606.04101, section 4: planning, weights beside tokens, all-to-all by
+Sources: the terms are UltraEP's objective (arXiv 2606.04101, section 4: planning, weights with tokens, all-to-all by
 the rank that sends or receives most, experts by the busiest rank), with the weights' bytes by message instead of by
 copy; LAER-MoE (arXiv 2602.11686, section 3) weighs a layer as 4 all-to-alls and 3 times the busiest rank. Counts are
 gathered by recursive doubling (Thakur et al., IJHPCA 2005, section 4.1).
@@ -40,7 +40,7 @@ from .sources import tokens_between
 COUNT_BYTES = 8
 """Of the tokens that a rank has for an expert."""
 CHOICE_BYTES = 5
-"""Beside a row for a node, of each of its slots: the token's probability in float32, and whether it goes there."""
+"""Along with a row for a node, of each of its slots: the token's probability in float32, and whether it goes there."""
 
 
 class LayerCost(NamedTuple):

@@ -1,8 +1,8 @@
 """Whose tokens go to which rank: an expert's quotas divided over the ranks that the tokens come from.
 
 Own tokens stay where a rank computes their expert; of the rest as many as can stay inside a node do; what is left goes
-anywhere. At each of these levels the tokens of an expert stand in a row, by rank, beside the quotas in a row, by rank,
-and each token goes to the quota that it stands beside.
+anywhere. At each of these levels the tokens of an expert stand in a row, by rank, next to the quotas in a row, by rank,
+and each token goes to the quota that it stands next to.
 
 Shape legend: R = ranks of a group, E = experts of a layer.
 """
@@ -38,7 +38,7 @@ def received_by(rank: int, counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0
 def tokens_between(counts_RE: Ints, quotas_ER: Ints, node_ranks: int = 0) -> Ints:
     """Tokens of each rank that go to each other one, all experts together [R, R]; those that stay are on the diagonal.
 
-    Rows of all experts stand one behind the other, so that a level is one merge of O(E R) ends.
+    Rows of all experts stand one after the other, so that a level is one merge of O(E R) ends.
     """
     num_ranks = len(counts_RE)
     from_ER, to_ER = counts_RE.T.copy(), quotas_ER.copy()
@@ -69,7 +69,7 @@ def _levels(num_ranks: int, node_ranks: int) -> tuple[int, ...]:
 
 
 def _between(one: int, from_ER: Ints, to_ER: Ints, node_ranks: int) -> Ints:
-    """What goes from one rank to each, where rows of tokens stand beside rows of places; or comes from each to one."""
+    """What goes from one rank to each, where rows of tokens stand next to rows of places; or comes from each to one."""
     num_ranks = from_ER.shape[1]
     moved_ER = np.zeros_like(to_ER)
     for size in _levels(num_ranks, node_ranks):

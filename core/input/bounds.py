@@ -99,7 +99,7 @@ def whole_number(value: Any, name: str, most: int, *, do: str = "give one") -> i
     except TypeError:
         number = 0
     if not 1 <= number <= most:
-        raise EvenloadError(f"{name} is no integer from 1 to {most}", shown(value), do)
+        raise EvenloadError(f"{name} is not an integer from 1 to {most}", shown(value), do)
     return number
 
 
@@ -113,10 +113,10 @@ def lengths_of_batch(values: Any) -> npt.NDArray[np.int64]:
     """Lengths of the sequences of one batch, int64 [S] in tokens, from any list, array or iterator of integers.
 
     Raises:
-        EvenloadError: there is none, there are too many, or one is no integer from 1 to `TOKENS`; names its place.
+        EvenloadError: there is none, there are too many, or one is not an integer from 1 to `TOKENS`; names its place.
     """
     if isinstance(values, (str, bytes, bytearray, Mapping, Set)) or not isinstance(values, Iterable):
-        raise EvenloadError("lengths are no list of integers", shown(values), "give tokens per sequence: [900, 40]")
+        raise EvenloadError("lengths are not a list of integers", shown(values), "give tokens per sequence: [900, 40]")
     array = values if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu" else None
     if array is not None and 0 < len(array) <= SEQUENCES and array.min() >= 1 and array.max() <= TOKENS:
         lengths = array.astype(np.int64)

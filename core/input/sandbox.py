@@ -1,10 +1,10 @@
 """Programs that data bring along, chat templates and patterns of names, run in a process that can be ended.
 
 A template loops as its author likes, and a pattern may take time exponential in a name: nothing inside this process
-could stop them. So another one computes for it, without torch and without a rank's sockets. The kernel ends it behind
-its CPU seconds (SIGPROF, which nothing there handles) and refuses it more memory, so that every wait is bounded; CPU
-seconds do not grow with the load of the machine. It starts when it is first needed, in 1.5 s where it imports
-`transformers`, and ends with whoever started it.
+could stop them. So another one computes for it, without torch and without a rank's sockets. The kernel ends it when
+its CPU seconds are spent (SIGPROF, which nothing there handles) and refuses it more memory, so that every wait
+is bounded; CPU seconds do not grow with the load of the machine. It starts when it is first needed, in 1.5 s where it
+imports `transformers`, and ends with whoever started it.
 """
 
 from __future__ import annotations

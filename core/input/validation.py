@@ -74,10 +74,14 @@ def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
 
 
 def refused(
-    error: ValidationError, schema: type[BaseModel], whole: str, elsewhere: Mapping[str, str] | None = None
+    error: ValidationError,
+    schema: type[BaseModel],
+    whole: str,
+    elsewhere: Mapping[str, str] | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> EvenloadError:
     """What is wrong with a file that a user wrote, by its first fault; ``whole``: what the file is called,
-    ``elsewhere``: what says here what keys of other tools say."""
+    ``elsewhere``: what says here what keys of other tools say; ``more``: by section, why a key may not be known."""
     fault = first_fault(error, schema)
     rest = f" (and {fault.more} more)" if fault.more else ""
     if fault.known is None:
@@ -86,7 +90,10 @@ def refused(
     where = shorten(".".join(above)) or whole
     detail = shorten(f"{fault.key} = {fault.value}")
     ours = (elsewhere or {}).get(last)
-    do = f"that is {ours} here" if ours else nearest(last, fault.known)
+    if ours and not ours.startswith(fault.key):
+        do = f"that is {ours} here"
+    else:
+        do = nearest(last, fault.known) + (more or {}).get(where, "")
     return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, do)
 
 

@@ -51,11 +51,6 @@ class Shape(NamedTuple):
     heads: int = 1
     """Query heads."""
 
-    @property
-    def attention_weights(self) -> int:
-        """Weights of the projections of one layer."""
-        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
-
     def mlp_weights(self, ffn_hidden_size: int) -> int:
         """Weights of a feed-forward block, or of one expert, of that hidden size."""
         return (3 if self.gated else 2) * self.hidden_size * ffn_hidden_size
@@ -121,9 +116,9 @@ class Shape(NamedTuple):
 
     @property
     def dense_weights(self) -> int:
-        """Weights that every token multiplies beside its experts: layers, routers, shared experts and the output layer,
+        """Weights that multiply every token, without its experts: layers, routers, shared experts and the output layer,
         not the embedding."""
-        dense = self.num_layers * self.attention_weights
+        dense = self.num_layers * self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         dense += (self.num_layers - self.moe_layers) * self.mlp_weights(self.ffn_hidden_size)
         if self.experts:
             beside = self.mlp_weights(self.experts.shared_ffn_hidden_size) + self.hidden_size * self.experts.num_experts

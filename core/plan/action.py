@@ -75,7 +75,7 @@ def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
     """Programs in which all ranks meet in the same kind of pass: the actions of ``rows`` with dummies between them.
 
     Forwards go first: a backward starts when no rank has a forward that it could run before its next backward. A shared
-    pass waits, behind dummies, for the round in which it is the next one of all its ranks. A rank never holds more
+    pass waits, after dummies, for the round in which it is the next one of all its ranks. A rank never holds more
     activations than in the plan but those of dummies, and rows that are in step already stay as they are. Cost:
     O(ranks * passes) without shared ones; 1,024 ranks of 40 passes take 0.1 s.
 

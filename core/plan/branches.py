@@ -13,6 +13,7 @@ from .step_plan import MicroBatch, StepPlan
 
 PACKED = "several sequences in a micro-batch"
 CUT = "cut sequences"
+TRUNKS = "trunks computed once"
 REPLAYED = "replayed forwards"
 REGROUPED = "regrouped backward"
 RECOMPUTED = "recomputed layers"
@@ -79,6 +80,7 @@ def _micro_batches(holds: Callable[[MicroBatch], object]) -> Callable[[StepPlan]
 _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     PACKED: _micro_batches(lambda m: len({s.sequence for s in m.slices}) > 1),
     CUT: lambda plan: len(plan.cut),
+    TRUNKS: lambda plan: int((plan.trunks > 0).sum()),
     REPLAYED: lambda plan: len(plan.replayed),
     REGROUPED: lambda plan: len(plan.backward),
     RECOMPUTED: lambda plan: sum(map(sum, plan.recompute)),

@@ -18,7 +18,7 @@ LEGEND = (
 def render(rows: Mapping[str, Mapping[int, str]], first: int, columns: int) -> str:
     """Lines of text: so many columns from ``first`` on.
 
-    ``rows``: by its label each row's cells by column, behind a blank or, where one can never run, in brackets.
+    ``rows``: by its label each row's cells by column, following a blank or, where one can never run, in brackets.
     """
     shown = range(first, first + columns)
     texts = [text for cells in rows.values() for text in cells.values()]

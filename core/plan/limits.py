@@ -30,7 +30,7 @@ class MemoryCost(Frozen):
     sharded_bytes: NonNegativeFloat = 0.0
     """The part of ``fixed_bytes`` that the trainer divides over data-parallel ranks."""
     gathered_bytes: NonNegativeFloat = 0.0
-    """Whole weights beside a rank's part, where they are divided over several (ZeRO 3 gathers them for the passes)."""
+    """Whole weights next to a rank's part, where they are divided over several (ZeRO 3 gathers them for the passes)."""
     gradient_bytes: NonNegativeFloat = 0.0
     """Gradients that appear in a step's first backward and go with the update; 0 where they are in ``fixed_bytes``."""
     update_bytes: NonNegativeFloat = 0.0
@@ -43,7 +43,7 @@ class MemoryCost(Frozen):
     """All layers together: what a token keeps less in micro-batches of cut sequences alone, whose K and V are stored
     already."""
     head_bytes_per_token: NonNegativeFloat = 0.0
-    """Kept from forward to backward beside the layers: the last one's output, norm, logits, loss, rotary angles."""
+    """Kept from forward to backward besides the layers: the last one's output, norm, logits, loss, rotary angles."""
     head_working_bytes_per_token: NonNegativeFloat = 0.0
     """What output layer and loss take while they run, beyond what they keep: copies of the logits, their gradient."""
     working_bytes_per_token: NonNegativeFloat = 0.0
@@ -69,7 +69,7 @@ class MemoryCost(Frozen):
         what is there between steps or in the update is that of all stages of a device.
 
         Weights are taken to be spread evenly over stages. ``shares``: of a tensor-parallel rank, of fields of which it
-        has more than its part (`core.costs.tensor_parallel`).
+        has more than its part (`core.costs.kept_values`).
         """
         of_all = {name: layout.pp if name in OF_DEVICE else layout.num_stages for name in AMOUNTS}
         parts = {name: 1 if name in NOT_OF_ALL_LAYERS else of_all[name] for name in AMOUNTS}

@@ -94,8 +94,8 @@ def _forwards_together(plan: StepPlan) -> Iterator[tuple[int, ...]]:
 
 
 def _without_work(micro_batch: MicroBatch) -> MicroBatch:
-    """What a rank runs beside its peers where it wants nothing of a forward: its slices may continue others that have
-    not run either."""
+    """What a rank runs alongside its peers where it wants nothing of a forward: its slices may continue others that
+    have not run either."""
     return micro_batch if len(micro_batch.ranks) > 1 else micro_batch._replace(slices=())
 
 

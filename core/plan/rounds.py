@@ -7,7 +7,7 @@ well, and a stage runs the rounds of a group in one order:
     backwards    by the last forward round that must precede them, of equal ones the latest first (`reach_of`)
     before each  as many forward rounds as it needs, and as any member has run at this stage before as many backwards
 
-Every stage still runs at least as many forwards before a backward as the stage behind it, so what did not deadlock does
+Every stage still runs at least as many forwards before a backward as the stage after it, so what did not deadlock does
 not deadlock now. A round replays, and recomputes as many layers, as that of its members which does so most; what runs
 forward again may meet others in its backward than in its first forward.
 """
@@ -90,7 +90,7 @@ def backwards_of(reach: list[int]) -> list[int]:
 
 
 def _with_equal_counts(plan: StepPlan, groups: list[range]) -> StepPlan:
-    """With dummies behind all passes of those ranks of a group that have fewer than another member."""
+    """With dummies after all passes of those ranks of a group that have fewer than another member."""
     more: dict[PassKind, list[MicroBatch]] = {"F": [], "B": []}
     for kind in DIRECTIONS:
         for group in groups:
@@ -142,8 +142,8 @@ def _alike(plan: StepPlan, rounds: list[Round]) -> StepPlan:
 
 
 def _in_one_order(plan: StepPlan, stage: int, group: range) -> Iterator[Op]:
-    """The passes of a group at a stage, round by round; weight gradients run behind the pass that they followed, or
-    behind their backward."""
+    """The passes of a group at a stage, round by round; weight gradients run after the pass that they followed, or
+    after their backward."""
     rows = [orders_of_stage(plan, stage)[rank] for rank in group]
     forward = _rounds(plan, group, "F")
     needs = [max(each) for each in zip(*map(_needs, rows), strict=True)]
@@ -166,7 +166,7 @@ def _in_one_order(plan: StepPlan, stage: int, group: range) -> Iterator[Op]:
 
 
 def _run(kind: PassKind, numbers: Round, weights: list[_WeightsLeft]) -> Iterator[Op]:
-    """A round, and the weight gradients that can run behind it."""
+    """A round, and the weight gradients that can run after it."""
     yield from (Op(kind, number) for number in numbers)
     for number, left in zip(numbers, weights, strict=True):
         yield from left.behind(Op(kind, number))

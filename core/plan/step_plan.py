@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -87,7 +88,7 @@ class MicroBatch(NamedTuple):
     routed: bool = False
     """What travels between nodes is spread over all ranks of both nodes."""
     round_to: int = 0
-    """On one rank: filled up behind its last slice to a multiple of this many tokens; 0: not."""
+    """On one rank: filled up after its last slice to a multiple of this many tokens; 0: not."""
 
     @property
     def ranks_of_slices(self) -> tuple[tuple[int, ...], ...]:
@@ -96,7 +97,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def can_be_rounded(self) -> bool:
-        """Whether tokens without a slice can stand behind the last one: no dummy, on one rank, not in padded rows."""
+        """Whether tokens without a slice can stand after the last one: no dummy, on one rank, not in padded rows."""
         return bool(self.slices) and len(self.ranks) == 1 and not self.pad_to
 
     @property
@@ -160,7 +161,7 @@ def fact_of_plan(*fields: str) -> Callable[[Callable[..., _Fact]], Callable[...,
     return register
 
 
-NO_TENANTS = NO_GROUPS = as_lengths([])
+NO_TENANTS = NO_GROUPS = NO_TRUNKS = as_lengths([])
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,14 +203,17 @@ class StepPlan:
     """Where experts may run in the layers of this step."""
     groups: Lengths = field(default_factory=lambda: NO_GROUPS)
     """Number of each sequence's group, int64 [S]: those of one stay together; empty: each may be anywhere."""
+    trunks: Lengths = field(default_factory=lambda: NO_TRUNKS)
+    """Tokens that each sequence begins with and another one of its micro-batch computes for it, int64 [S]; its slice
+    begins after them. Slices then stand as lines of code do: each continues the nearest one before it that begins
+    earlier. Empty: each sequence computes all of its own."""
     merge: tuple[tuple[int, ...], ...] = ()
     """For each device of a pipeline that has two stages (`Limits.v_shape`) the stage of each of its passes: the k-th
     mention of a stage is the k-th pass of that stage's list in ``order``. Empty where each device has one stage."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", as_lengths(self.groups))
-        object.__setattr__(self, "lengths", as_lengths(self.lengths))
-        object.__setattr__(self, "tenants", as_lengths(self.tenants))
+        for name in ("groups", "lengths", "tenants", "trunks"):
+            object.__setattr__(self, name, as_lengths(getattr(self, name)))
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -226,10 +230,10 @@ class StepPlan:
         """For each stage the backwards whose weight gradients are a pass of their own there; empty without an order."""
         return tuple(frozenset(op.micro_batch for op in ops if op.kind == "W") for ops in self.order)
 
-    @fact("lengths", "micro_batches", "backward")
+    @fact("lengths", "micro_batches", "backward", "trunks")
     def cut(self) -> frozenset[int]:
         """Sequences that are in more than one slice, forward or backward: those that need prefix KV."""
-        lengths = self.lengths.tolist()
+        lengths = (self.lengths - self.trunks if len(self.trunks) else self.lengths).tolist()
         grouped = (*self.micro_batches, *self.backward)
         return frozenset(s.sequence for m in grouped for s in m.slices if s.stop - s.start < lengths[s.sequence])
 
@@ -275,19 +279,12 @@ class StepPlan:
         """Whether micro-batches may run in any order: no slices, passes, or merged sums depend on it."""
         return not (self.cut or self.order or self.backward or self.merge or self.replayed)
 
-    def with_largest_first(self) -> StepPlan:
-        """The plan with its largest micro-batches first, where that is asked for and their order is free."""
-        if not self.limits.largest_first or not self.is_sortable:
-            return self
-        return self.revised(micro_batches=tuple(sorted(self.micro_batches, key=lambda m: -m.num_padded_tokens)))
-
     def with_micro_batches(
         self, micro_batches: Iterable[MicroBatch], limits: Limits, made_by: str, order: tuple[tuple[Op, ...], ...] = ()
     ) -> StepPlan:
         """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound, its
         experts' policy and whose and in which groups its sequences are."""
-        kept: dict[str, Any] = {"bound_s": self.bound_s, "tenants": self.tenants, "experts": self.experts}
-        kept["groups"] = self.groups
+        kept: dict[str, Any] = {name: getattr(self, name) for name in ("bound_s", "tenants", "experts", "groups")}
         return StepPlan(self.lengths, tuple(micro_batches), limits, order, made_by=made_by, **kept)
 
     @fact("micro_batches", "backward", "replayed")
@@ -307,9 +304,10 @@ class StepPlan:
         """Micro-batches of the forward whose activations wait for their backward."""
         return frozenset(i for i in self.forward_of if i is not None)
 
-    @fact("lengths")
+    @fact("lengths", "trunks")
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        """Tokens of all sequences, those of a trunk counted where they are computed."""
+        return int(self.lengths.sum() - self.trunks.sum())
 
     @fact("micro_batches")
     def num_padded_tokens(self) -> int:
@@ -348,37 +346,36 @@ class StepPlan:
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks exactly when the plans are."""
         grouped = (*self.micro_batches, *self.backward)
-        rows = [s for m in grouped for s in m.slices]
-        arrays = {
-            "slices": np.array(rows, dtype=np.int64).reshape(-1, 3),
-            "counts": np.array([len(m.slices) for m in grouped], dtype=np.int64),
-            "ranks": np.array([r for m in grouped for r in m.ranks], dtype=np.int64),
-            "degrees": np.array([len(m.ranks) for m in grouped], dtype=np.int64),
-            "pads": np.array([m.pad_to for m in grouped], dtype=np.int64),
-            "sequences": self._numbered(),
-            "replayed": np.array([len(self.backward), *self.replayed], dtype=np.int64),
-        }
         order = [[(op.kind, op.micro_batch) for op in stage] for stage in self.order]
-        shared = [(i, m[_PLAIN:_ROUND]) for i, m in enumerate(grouped) if len(m.ranks) > 1]
-        digest = hashlib.blake2b(repr((order, self.recompute, self.offload, shared)).encode(), digest_size=16)
-        if self.experts != EXPERTS_AT_HOME:
-            digest.update(repr(tuple(self.experts)).encode())
-        if len(self.groups):
-            arrays["groups"] = self.groups
-        if any(m.round_to for m in grouped):
-            arrays["rounds"] = np.array([m.round_to for m in grouped], dtype=np.int64)
-        if self.merge:
-            digest.update(repr(self.merge).encode())
-        for name, array in arrays.items():
+        shared = [(i, _SHARING(m)) for i, m in enumerate(grouped) if len(m.ranks) > 1]
+        texts: list[Any] = [(order, self.recompute, self.offload, shared)]
+        texts += [tuple(value) for name, default in _TEXTS.items() if (value := getattr(self, name)) != default]
+        tenants = self.tenants if len(self.tenants) else np.zeros_like(self.lengths)
+        numbers: dict[str, Any] = {
+            "slices": np.array([s for m in grouped for s in m.slices], dtype=np.int64).reshape(-1, 3),
+            "counts": [len(m.slices) for m in grouped],
+            "ranks": [r for m in grouped for r in m.ranks],
+            "degrees": [len(m.ranks) for m in grouped],
+            "pads": [m.pad_to for m in grouped],
+            "sequences": np.stack([np.arange(len(self.lengths)), self.lengths, tenants], axis=1),
+            "replayed": [len(self.backward), *self.replayed],
+        }
+        numbers |= {name: values for name in _OF_SEQUENCES if len(values := getattr(self, name))}
+        numbers |= {name: values for name, of in _OF_MICRO_BATCHES.items() if any(values := list(map(of, grouped)))}
+        digest = hashlib.blake2b("".join(map(repr, texts)).encode(), digest_size=16)
+        for name, values in numbers.items():
+            array = np.asarray(values, dtype=np.int64)
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())
         return digest.digest()
 
-    def _numbered(self) -> Lengths:
-        """Number, length and tenant of each sequence [S, 3]."""
-        tenants = self.tenants if len(self.tenants) else np.zeros_like(self.lengths)
-        return np.stack([np.arange(len(self.lengths)), self.lengths, tenants], axis=1)
 
-
-_PLAIN, _ROUND = map(MicroBatch._fields.index, ("cp_comm", "round_to"))
-"""Fields before this one say all of a micro-batch on one rank."""
+_SHARING = attrgetter("cp_comm", "ulysses_degree", "cp_groups", "remap", "routed")
+"""What a digest has of the micro-batches on several ranks alone. A new field stands in one of the tables that follow,
+of which digests have what is not at its default: plans without it keep theirs."""
+_TEXTS: dict[str, Any] = {"experts": EXPERTS_AT_HOME, "merge": ()}
+"""Fields of a plan that are written out, and their defaults;"""
+_OF_SEQUENCES = ("groups", "trunks")
+"""those that are a number for each sequence, or empty;"""
+_OF_MICRO_BATCHES = {"rounds": attrgetter("round_to")}
+"""and numbers of each micro-batch, 0 by default, by their names in digests."""

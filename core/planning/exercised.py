@@ -70,4 +70,4 @@ class Exercised:
             text = "planning failed in %d of %d steps, and a simpler plan ran in each of them: see the warnings above"
             logger.warning(text, self._failed, self._steps)
         for name, lacking in self.idle.items():
-            logger.warning("plugins.%s was not at work: %s in %d steps", name, lacking, self._steps)
+            logger.warning("plugins.%s did not run: %s in %d steps", name, lacking, self._steps)

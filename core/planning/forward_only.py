@@ -15,14 +15,12 @@ from ..costs.costs import PassCost
 from ..plan.limits import MemoryCost
 from .chain import PlanChain
 
-_NOTHING = PassCost(token_s=0.0)
-
 
 def forward_only(chain: PlanChain) -> PlanChain:
     """The chain that plans batches to be scored (`Host.score`)."""
     costs = chain.context.costs
     memory = _memory(costs.memory, chain.limits.mean_layers)
-    changes = {"backward": _NOTHING, "memory": memory, "recompute": False, "update_s": 0.0}
+    changes = {"backward": PassCost(token_s=0.0), "memory": memory, "recompute": False, "update_s": 0.0}
     context = replace(chain.context, costs=costs.model_copy(update=changes), forward_only=True)
     return replace(chain, context=context, limits=replace(chain.limits, memory=memory, splits_backward=False))
 

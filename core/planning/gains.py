@@ -38,7 +38,7 @@ def beside_stock(chain: PlanChain, plan: StepPlan, stock: StepPlan) -> tuple[flo
 def gains(
     chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None, packed: StepPlan | None = None
 ) -> dict[str, Any]:
-    """A plan beside the stock plan of its batch, as JSON; all seconds are predicted by the simulator.
+    """A plan next to the stock plan of its batch, as JSON; all seconds are predicted by the simulator.
 
     A plugin's ``gain`` is the step that the plugins before it plan, over the step with it too; null where it or the
     chain up to it plans nothing, and ``refused`` then says why.

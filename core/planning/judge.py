@@ -129,11 +129,8 @@ def budget_bytes(limits: Limits, context: PlanningContext) -> float:
     """What passes may hold on a device. No plan makes the update smaller, so what that takes is there in any case."""
     memory = context.costs.memory
     budget = activation_budget_bytes(context.cluster, memory, limits)
-    return (
-        max(budget, most_share(limits.layers) * memory.update_bytes)
-        if math.isinf(limits.max_activation_bytes)
-        else budget
-    )
+    free = math.isinf(limits.max_activation_bytes)
+    return max(budget, most_share(limits.layers) * memory.update_bytes) if free else budget
 
 
 def floor_s(plan: StepPlan, context: PlanningContext, bar_s: float = math.inf) -> float:
@@ -189,7 +186,7 @@ class Preference:
     """Which plan is put first among those that are about as fast as the fastest."""
 
     slack: float = 0.0
-    """Share of the step by which the plan may be behind the fastest."""
+    """Share of the step by which the plan may be slower than the fastest."""
     key: Callable[[Candidate], Any] = lambda candidate: candidate.step_s
     """The least of this wins; of equal ones the earliest candidate."""
     among: Callable[[Candidate], bool] = lambda candidate: True
@@ -237,7 +234,7 @@ def best(
 
 
 def beside(plan: StepPlan, baselines: Iterable[str]) -> StepPlan:
-    """The plan, known from now on to have been chosen beside these baselines (``plugin.name``)."""
+    """The plan, known from now on to have been chosen in comparison with these baselines (``plugin.name``)."""
     _rivals(plan).update(baselines)
     return plan
 

@@ -29,13 +29,10 @@ def warn_once(plan: StepPlan, warned: set[str]) -> None:
 
 def unequal_caps(links: Iterable[tuple[Plugin, PluginConfig]], limits: Limits) -> list[str]:
     """The note of plugins whose token caps differ; none where they do not."""
-    caps = {plugin.name: config.capped(limits).max_tokens for plugin, config in links}
-    own = {name: tokens for name, tokens in caps.items() if tokens < limits.max_tokens}
-    return (
-        [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())]
-        if len(set(own.values())) > 1
-        else []
-    )
+    caps = ((plugin.name, config.capped(limits).max_tokens) for plugin, config in links)
+    own = {name: tokens for name, tokens in caps if tokens < limits.max_tokens}
+    differ = len(set(own.values())) > 1
+    return [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())] if differ else []
 
 
 def warn_of_idle(links: Iterable[tuple[Plugin, PluginConfig]], *, whole: bool, orders: bool) -> None:

@@ -7,7 +7,7 @@ known beforehand:
     waste = P * sum of seconds of the longest / sum of seconds of all - 1
 
 and the smallest part that wastes little enough is taken. A plan that shares a sequence among more ranks than a part has
-is not found so. O(S log S) beside planning a part.
+is not found this way. O(S log S) in addition to planning a part.
 """
 
 from __future__ import annotations

@@ -33,12 +33,13 @@ import numpy.typing as npt
 from ..aliases import Floats
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
-from ..plan.step_plan import Lengths, StepPlan, as_lengths
+from ..plan.step_plan import StepPlan, as_lengths
 from .chain import PlanChain
 from .judge import outcome_of, wanted_no_more
 from .notes import warn_once
-from .stages import SHARE, Stages
-from .turns import WORTH_S, Received, Sender, Turns
+from .stages import SHARE, PlanStages
+from .trees import branches_of
+from .turns import WORTH_S, PlannerRotation, Received, Sender
 
 logger = logging.getLogger("evenload")
 
@@ -59,7 +60,7 @@ class Draw(NamedTuple):
     state: dict[str, Any]
     """The data order and what waits for a later step: what a checkpoint keeps."""
     delay_steps: float = 0.0
-    """Steps by which its tokens were held back, in the mean."""
+    """Steps by which its tokens were held back, on average."""
     targets: npt.NDArray[np.int64] | None = None
     """Tokens of each sequence that carry loss; None: each but its first one."""
     without_target: int = 0
@@ -68,6 +69,9 @@ class Draw(NamedTuple):
     """Number of each sequence's tenant [S]; None: there are no tenants."""
     groups: npt.NDArray[np.int64] | None = None
     """Number of each sequence's group [S]; None: as the recipe's settings say."""
+    trunks: npt.NDArray[np.int64] | None = None
+    """Tokens that each sequence begins with as all of its group do, and may share with them [S]; None: none. Groups are
+    then those of trunks alone, and a plan may divide them."""
     domain: npt.NDArray[np.int64] | None = None
     """Place of each sequence's domain [S] among their names, which ascend; None: there are no domains."""
     weight: float | Floats = 1.0
@@ -114,7 +118,7 @@ class Planned:
 class _Begun(NamedTuple):
     draw: Draw
     chain: PlanChain
-    stages: Stages | Received
+    stages: PlanStages | Received
     result: Callable[[float | None], tuple[StepPlan, float]]
     """The plan, and the seconds of planning; waits so long for it."""
     over: threading.Event
@@ -127,11 +131,11 @@ class Planner:
     """Hands out one agreed plan per step.
 
     Args:
-        chain: plans; `use` puts another in its place.
+        chain: plans.
         draw: gives the next global batch; its order is the caller's.
         budget_s: how long a step may wait for its plan; None: a share of the predicted step (`SHARE`).
         first: plans the first batch instead, where a resumed run had begun it with other costs than its newest.
-        steps_ahead: how many plans are begun before their steps, at least 1; more than 1 only where `use` is not.
+        steps_ahead: how many plans are begun before their steps, at least 1; more than 1 only where the chain stays.
         turns: of this rank among those of its node; None: it plans every step itself.
     """
 
@@ -145,9 +149,11 @@ class Planner:
         exchange: Exchange = alone,
         first: PlanChain | None = None,
         steps_ahead: int = 1,
-        turns: Turns | None = None,
+        turns: PlannerRotation | None = None,
     ) -> None:
-        self._chain = chain
+        self.chain = chain
+        """Plans the batches that are begun from now on. All ranks put another one in its place after the same step, one
+        that plans alike."""
         self._draw = draw
         self._exchange = exchange
         self._budget_s, self._background = budget_s, background
@@ -206,22 +212,10 @@ class Planner:
             begun.over.set()
         self._ahead.clear()
 
-    def use(self, chain: PlanChain) -> None:
-        """Plan with another chain from the next plan on that is begun; those that are made ahead stay as they are.
-
-        All ranks must do so after the same step, with chains that plan alike.
-        """
-        self._chain = chain
-
-    @property
-    def chain(self) -> PlanChain:
-        """What plans that are begun from now on are made with."""
-        return self._chain
-
     @property
     def chain_of_next(self) -> PlanChain:
         """What the next plan is made with, or will be."""
-        return self._ahead[0].chain if self._ahead else self._chain
+        return self._ahead[0].chain if self._ahead else self.chain
 
     @property
     def draw_of_next(self) -> Draw | None:
@@ -235,14 +229,15 @@ class Planner:
         """
         number, self._number = self._number, self._number + 1
         draw, turns = self._draw(), self._turns
-        chain = (self._chain if number else self._first).of_groups(draw.groups)
-        batch = as_lengths(draw.lengths)
-        if draw.tenants is not None or not chain.staged or chain.work_s(batch) < WORTH_S:
+        chain, batch = self.chain if number else self._first, as_lengths(draw.lengths)
+        trees = branches_of(chain, batch, draw.groups, draw.trunks)
+        chain = chain.of_groups(None if draw.trunks is not None else draw.groups)
+        if draw.tenants is not None or trees or not chain.staged or chain.work_s(batch) < WORTH_S:
             turns = None
         if turns is not None and not turns.is_own(number):
             received = Received(chain, batch, turns.board, number)
             return _Begun(draw, chain, received, received.result, threading.Event())
-        stages, future = Stages(chain, batch), Future[tuple[StepPlan, float]]()
+        stages, future = PlanStages(chain, batch, trees), Future[tuple[StepPlan, float]]()
         sender = Sender(turns.board, number) if turns else None
         begun = _Begun(draw, chain, stages, future.result, threading.Event(), sender)
         before, self._latest = self._latest, begun
@@ -256,7 +251,7 @@ class Planner:
                     if sender:
                         sender.stage(stages.best[-1])
                 assert plan is not None
-                future.set_result((chain.with_tenants(plan, _tenants(draw)), time.perf_counter() - start))
+                future.set_result((chain.with_tenants(plan, draw.tenants), time.perf_counter() - start))
             except BaseException as error:
                 why = f"{type(error).__name__}: {error}"
                 future.set_exception(error)
@@ -276,10 +271,6 @@ class Planner:
             work()
         return begun
 
-    def _budget_of(self, stages: Stages | Received) -> float:
-        """Seconds that this rank waits for a plan [s]."""
-        return self._saved_s + SHARE * stages.best_s if self._budget_s is None else self._budget_s
-
     def _wait(self, begun: _Begun, budget_s: float | None) -> tuple[int, StepPlan | None, float, str]:
         """(status, plan, seconds of planning, why there is no plan); a budget of None waits for its end."""
         try:
@@ -294,7 +285,8 @@ class Planner:
     def _agreed(self, begun: _Begun) -> tuple[StepPlan, float]:
         """(plan, seconds of planning) of the least stage that all ranks have reached. Collective."""
         start = time.perf_counter()
-        status, plan, plan_s, why = self._wait(begun, self._budget_of(begun.stages))
+        budget_s = self._saved_s + SHARE * begun.stages.best_s if self._budget_s is None else self._budget_s
+        status, plan, plan_s, why = self._wait(begun, budget_s)
         # What this rank waits for others is no time of its planning.
         self._saved_s -= time.perf_counter() - start
         note = ""
@@ -334,7 +326,7 @@ class Planner:
                 f"step {self.step}: {cause}; {why}",
                 "see the warnings above; raise the caps (max_tokens, activation_gib) or lower data.max_length",
             )
-        plan = replace(begun.chain.with_tenants(best.plan, _tenants(begun.draw)), experts=self._policy)
+        plan = replace(begun.chain.with_tenants(best.plan, begun.draw.tenants), experts=self._policy)
         text = "step %d: planning %s (%s); the simpler plan '%s' runs"
         again = FAILED_ON not in cause and f"late, {plan.made_by}" in self._warned
         self._warned.add(f"late, {plan.made_by}")
@@ -353,10 +345,6 @@ def _cause(answers: list[bytes]) -> str:
     ranks = {kind: [rank for rank, answer in enumerate(answers) if answer[0] == kind] for kind in (LATE, FAILED)}
     words = (LATE, "late on ranks "), (FAILED, FAILED_ON)
     return "; ".join(f"{word}{ranks[kind]}" for kind, word in words if ranks[kind])
-
-
-def _tenants(draw: Draw) -> Lengths | None:
-    return None if draw.tenants is None else as_lengths(draw.tenants)
 
 
 def _digest(plan: StepPlan, draw: Draw) -> bytes:

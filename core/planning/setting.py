@@ -7,19 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..costs import costs as cost_models
-from ..costs import tensor_parallel
 from ..costs.by_setting import at_degree, at_sharding
 from ..costs.context import ExpertContext, PlanningContext, Traffic
+from ..costs.kept_values import shares_of_rank
 from ..errors import EvenloadError
 from ..input.format import GIB
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.limits import Limits
-from ..plan.step_plan import Lengths, as_lengths
+from ..plan.step_plan import Lengths
 from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.sizes import shape_of
 from ..recipe.traits import TrainerTraits, frozen, trainer_called
@@ -53,6 +51,10 @@ class Setting:
         again, memory_gib = recipe.train.recompute, recipe.memory_gib
         return cls(shape, traits, recipe.cluster, recipe.costs, again, recipe.adapts, memory_gib)
 
+    def shares_of_rank(self, tp: int) -> Mapping[str, float]:
+        """What a tensor-parallel rank holds (`core.costs.kept_values`)."""
+        return shares_of_rank(self.shape, self.traits.value_bytes, tp, divides_tokens=self.traits.divides_tokens)
+
 
 def context_of(setting: Setting, layout: Layout) -> PlanningContext:
     """Cluster, costs and traffic of one stage of one tensor-parallel rank. Raises EvenloadError for unknown names."""
@@ -74,7 +76,7 @@ def _experts_of(setting: Setting) -> ExpertContext | None:
     if shape.experts is None:
         return None
     weight_bytes = shape.mlp_weights(shape.experts.ffn_hidden_size) * setting.traits.value_bytes
-    experts, topk = shape.experts, shape.experts.topk if setting.traits.sends_once else 0
+    experts, topk = shape.experts, shape.experts.topk if setting.traits.dedups_per_node else 0
     return ExpertContext(experts.num_experts, experts.layers, shape.num_layers, float(weight_bytes), topk)
 
 
@@ -113,7 +115,7 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
     if setting.traits.divides_tokens:
         input_bytes /= layout.tp
     costs = at_sharding(at_degree(costs, layout.tp), setting.traits.sharding, _state_bytes(setting))
-    costs = costs.of_stage(layout, shares_of_rank(setting, layout.tp))
+    costs = costs.of_stage(layout, setting.shares_of_rank(layout.tp))
     if setting.recompute:
         costs = costs.recomputed(_layers_per_stage(setting, layout) * input_bytes)
     costs = _with_own_experts(setting, costs, layout)
@@ -131,12 +133,6 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
         input_bytes_per_token=input_bytes,
         deferred_bytes_per_token=float(deferred_bytes),
     )
-
-
-def shares_of_rank(setting: Setting, tp: int) -> Mapping[str, float]:
-    """What a tensor-parallel rank of a setting holds (`core.costs.tensor_parallel`)."""
-    traits = setting.traits
-    return tensor_parallel.shares_of_rank(setting.shape, traits.value_bytes, tp, divides_tokens=traits.divides_tokens)
 
 
 def _with_own_experts(setting: Setting, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
@@ -236,24 +232,11 @@ def refuse_too_many(batch: Lengths, caps: Limits, cp: int) -> None:
         )
 
 
-def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, PluginConfig]]) -> Lengths:
-    """The group of each sequence [S]: as somebody said, or so many neighbours as a setting says; empty: no groups."""
-    size = max((getattr(config, "group_size", 0) for _, config in links), default=0)
-    if size and len(said):
-        what, detail = "two settings say which samples stay together", f"group_size {size}, and a group of each sample"
-        raise EvenloadError(what, detail, "set plugins.packing.group_size=0, or leave groups (data.group) out")
-    return as_lengths(np.arange(len(batch)) // size) if size else said
-
-
-def _holds_back(plugin: Plugin, config: PluginConfig) -> bool:
-    return isinstance(plugin, StepPlugin) and plugin.hold_back is not None and plugin.hold_back(config) is not None
-
-
 def refuse_others(asked: bool, padded: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
     """Raise EvenloadError where sequences are to stay together, in equal counts or in padded rows, and not all planners
     keep them so."""
     others = [f"plugins.{plugin.name}" for plugin, _ in links if "groups" not in plugin.decides]
-    if asked and (padded or any(_holds_back(plugin, config) for plugin, config in links)):
+    if asked and (padded or any(p.hold_back and p.hold_back(c) for p, c in links if isinstance(p, StepPlugin))):
         detail = "rows of padded micro-batches" if padded else "samples that wait for a later step"
         do = "set plugins.packing.padded=false and max_delay_steps=0, or ask for no groups (data.group)"
         raise EvenloadError("samples of a group cannot be planned one by one", detail, do)

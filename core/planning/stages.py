@@ -1,7 +1,7 @@
 """Planning in numbered stages of counted work: each leaves the best plan so far, so a late plan is a less good one.
 
     rules     the quick baselines of every plugin, and while no lawful plan is known the safer ones, the trainer's own
-              last (`PlanChain.rules`); none is planned whose floor is no less than the best so far
+              last (`Rivals.rules`); none is planned whose floor is no less than the best so far
     plugins   the plan after each plugin in turn, where it keeps the caps and the settings of all
     last      what `PlanChain.plan` returns, baselines weighed
 
@@ -12,7 +12,7 @@ can all take the plan of the least stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,6 +20,7 @@ from ..errors import EvenloadError
 from ..plan.step_plan import Lengths, StepPlan
 from .chain import PlanChain
 from .judge import Candidate, check_wanted, floor_s, judge
+from .trees import Branch, plan_shared
 
 SHARE = 0.05
 """Of a predicted step that it may wait for its plan where no budget is set."""
@@ -30,11 +31,13 @@ LEARN_EVERY = 64
 
 
 @dataclass(eq=False)
-class Stages:
+class PlanStages:
     """How far the planning of a batch has come. One thread adds, others read."""
 
     chain: PlanChain
     batch: Lengths
+    trees: Sequence[Branch] = ()
+    """What its samples share; empty: nothing."""
     best: list[Candidate | None] = field(default_factory=lambda: [None])
     """The best lawful plan after each stage, before the first: none."""
     failed: list[tuple[str, Exception]] = field(default_factory=list)
@@ -57,11 +60,11 @@ class Stages:
     def run(self) -> Iterator[StepPlan | None]:
         """Do a stage after the other; None but for the last, which gives the plan of `PlanChain.plan`."""
         chain = self.chain
-        if not chain.staged:
-            yield chain.plan(self.batch)
+        if self.trees or not chain.staged:
+            yield plan_shared(chain, self.batch, self.trees) if self.trees else chain.plan(self.batch)
             return
         known: list[Candidate] = []
-        for candidate in map(self._of_rule, chain.rules):
+        for candidate in map(self._of_rule, chain.rivals.rules):
             known += [candidate] if candidate else []
             self._add(candidate)
             yield None
@@ -74,7 +77,7 @@ class Stages:
 
     def _of_rule(self, name: str) -> Candidate | None:
         chain, bar_s = self.chain, self._bar_s
-        if (bar_s < math.inf and name not in chain.quick) or chain.least_s(name, self.batch) >= bar_s:
+        if (bar_s < math.inf and name not in chain.rivals.quick) or chain.rivals.least_s(name, self.batch) >= bar_s:
             return None
         try:
             plan = chain.rule(name, self.batch)
@@ -85,7 +88,7 @@ class Stages:
 
     def _of_links(self, plan: StepPlan) -> Candidate | None:
         try:
-            return judge(self.chain.lawful(plan), self.chain.context)
+            return None if self.chain.breaks(plan) else judge(self.chain.under_caps(plan), self.chain.context)
         except EvenloadError:
             return None
 
@@ -102,7 +105,7 @@ class Stages:
 
 
 @dataclass(eq=False)
-class InLine:
+class SyncPlanning:
     """Planning before a step that waits for it, without a clock: ranks count alike what planning takes and gains."""
 
     gained: float = math.inf
@@ -115,14 +118,14 @@ class InLine:
         work_s = chain.work_s(batch)
         if work_s <= FREE_S or not chain.staged:
             return chain.plan(batch)
-        stages = Stages(chain, batch)
+        stages = PlanStages(chain, batch)
         steps = stages.run()
-        list(islice(steps, len(chain.rules)))
+        list(islice(steps, len(chain.rivals.rules)))
         rule = stages.best[-1]
         if rule and rule.fits and work_s > max(SHARE, self.gained) * rule.step_s and self.since < LEARN_EVERY:
             self.since += 1
             note = f"planned by a rule: more takes about {work_s:.2g} s before a step of {rule.step_s:.2g} s"
-            return chain.with_policy(rule.plan.revised(notes=(*rule.plan.notes, note)))
+            return chain.layers.written(rule.plan.revised(notes=(*rule.plan.notes, note)))
         *_, plan = steps
         assert plan is not None
         self.since, final_s = 0, judge(plan, chain.context).step_s

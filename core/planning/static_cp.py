@@ -8,20 +8,19 @@ and which grow with the tokens alone, count as linear work of a group. One degre
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import TypeVar
 
-from ..balance.step_bound import passes_bound_s
 from ..costs.context import PlanningContext
 from ..costs.costs import Costs, PassCost
-from ..errors import EvenloadError
 from ..machine.layout import Layout
 from ..plan.limits import Limits
 from ..plan.order import PASS_KINDS
-from ..plan.step_plan import Lengths, MicroBatch, Op, StepPlan
-from .judge import outcome_of
+from ..plan.step_plan import MicroBatch, Op, StepPlan
+from .terms import Terms
+
+OfTerms = TypeVar("OfTerms", bound=Terms)
 
 
 def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningContext]:
@@ -112,32 +111,8 @@ def _all_to_all(context: PlanningContext, ranks: int, token_bytes: float, calls:
     return PassCost(launch_s=launch_s, token_s=context.cluster.all_to_all_s(token_bytes, peers, calls) - launch_s)
 
 
-def folded(chain: Any) -> Any:
-    """The chain of a plane whose ranks are the groups of static context parallelism, of a `PlanChain`."""
-    limits, context = fold_cp(chain.limits, chain.context)
-    links = tuple((plugin, config.folded(chain.cp)) for plugin, config in chain.links)
-    return replace(chain, links=links, limits=limits, context=context)
-
-
-def best_folded(chain: Any, batch: Lengths) -> StepPlan:
-    """Folded plans know compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside. In
-    a CP group every slice moves the keys and values of its whole prefix, which compute may not hide."""
-    groups = folded(chain)
-    *_, own = groups.chained(batch)
-    plans = [chain.under_caps(unfold_cp(own, chain.limits, chain.cp))]
-    if plans[0].cut:
-        uncut = replace(groups, links=tuple((plugin, config.uncut()) for plugin, config in groups.links))
-        with suppress(EvenloadError):  # a sequence that must be cut
-            *_, own = uncut.chained(batch)
-            plans.append(chain.under_caps(unfold_cp(own, chain.limits, chain.cp)))
-    best: StepPlan = min(plans, key=lambda plan: outcome_of(plan, chain.context).step_s)
-    return best.revised(bound_s=_bound_s(groups, batch))
-
-
-def _bound_s(groups: Any, batch: Lengths) -> float:
-    """No plan of a chain whose ranks are CP groups ends its passes before [s]; 0 where all-to-alls, which are in its
-    costs, would be taken for the head's work."""
-    moves = groups.context.traffic.cp_comm == "all_to_all" or groups.context.layout.ep > 1
-    if not groups.links or (moves and groups.limits.num_stages > 1):
-        return 0.0
-    return passes_bound_s(batch, groups.caps, groups.context, orders=groups.orders)
+def folded(terms: OfTerms) -> OfTerms:
+    """The terms of a plane whose ranks are the groups of static context parallelism."""
+    limits, context = fold_cp(terms.limits, terms.context)
+    links = tuple((plugin, config.folded(terms.cp)) for plugin, config in terms.links)
+    return replace(terms, links=links, limits=limits, context=context)

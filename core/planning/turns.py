@@ -1,8 +1,9 @@
 """The local ranks of a node take turns: one plans a step for all, and each has as many steps' time as there are ranks.
 
 The rank whose turn it is leaves word on the node's board of every stage that it has reached (`Sender`); its peers read
-there how far it has come (`Received`, which they ask as they would ask `Stages`). A plan travels without its batch: who
-receives it puts in the batch that it has drawn itself, so digests differ where data or steps do, or anything was lost.
+there how far it has come (`Received`, which they ask as they would ask `PlanStages`). A plan travels without its batch:
+who receives it puts in the batch that it has drawn itself, so digests differ where data or steps do, or anything was
+lost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .judge import Candidate
 WORTH_S = 0.05
 """Seconds of planning, counted, from which a rank plans for its peers: to send a plan takes each of them 1 to 5 ms."""
 
-_SENT = tuple(one.name for one in fields(StepPlan) if one.name not in ("lengths", "tenants", "limits"))
+_SENT = tuple(one.name for one in fields(StepPlan) if one.name not in ("lengths", "tenants", "trunks", "limits"))
 _SENT_OF_LIMITS = tuple(one.name for one in fields(Limits) if one.name != "memory")
 _NUMBER: Any = np.float64().__reduce__()[0]
 _DATA = {(one.__module__, one.__qualname__): one for one in (MicroBatch, Slice, Op, ExpertPolicy, np.dtype, _NUMBER)}
@@ -43,7 +44,7 @@ class Board(Protocol):
     def drop(self, key: str) -> None: ...
 
 
-class Turns(NamedTuple):
+class PlannerRotation(NamedTuple):
     """A rank among those of its node."""
 
     board: Board
@@ -151,7 +152,8 @@ def fingerprint(chain: PlanChain) -> bytes:
 
 
 def dumped(best: Candidate) -> bytes:
-    """A plan and what it comes to, without its batch and what all plans of a chain take of memory."""
+    """A plan of samples without trunks and what it comes to, without its batch and what all plans of a chain take of
+    memory."""
     values = {name: getattr(best.plan, name) for name in _SENT}
     values["groups"] = best.plan.groups.tolist()
     limits = {name: getattr(best.plan.limits, name) for name in _SENT_OF_LIMITS}

@@ -1,34 +1,27 @@
 """Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) in PEFT's words: what ``adapter_config.json`` says of one.
 
-A linear layer y = x W^T gets y + scaling * (x A^T) B^T with A [r, in] and B [out, r]; W stays as it is. What that takes
-follows from the sizes of the model alone.
+A linear layer y = x W^T gets y + scaling * (x A^T) B^T with A [r, in] and B [out, r]; W stays as it is.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
 
 from ..errors import EvenloadError, shown
 from ..input import bounds
 from ..input.sandbox import Budget, SandboxError, bounded
-from ..machine.shape import Shape
-from .families import FAMILIES, families_with
-from .sections import Section
+from .sections import Section, Updates
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 _PLAIN = re.compile(r"(\w|-|\\?\.)*")
 """A pattern without repetitions and choices, which takes no time to speak of."""
 _FEW = 64
-STATE_BYTES = 16
-"""Of a value of an adapter: the value, its gradient and Adam's two moments, in float32."""
-DIVIDED_BYTES = 8
-"""Of these the moments, which ranks that hold equal parts of the model divide between them."""
 
 
 class Adapter(Section):
@@ -78,6 +71,20 @@ class Adapter(Section):
         return {key: _Patterns(key, tuple(getattr(self, key))) for key in ("rank_pattern", "alpha_pattern")}
 
 
+class TenantTrain(Updates):
+    """How a tenant's adapter is trained; nothing here touches another tenant."""
+
+    steps: bounds.Count = 100
+    """Updates of this adapter."""
+    epochs: bounds.Count | None = None
+    """Instead of steps."""
+    batch_size: bounds.SequenceCount = 8
+    """Samples of a step."""
+    seed: bounds.Seed = 1234
+    """Of the order of samples, the adapter's first values and its dropout."""
+    lr: bounds.Amount = 2e-4
+
+
 class _Patterns:
     """Patterns of names. Each name is looked up once, so whoever looked all up in time never waits again."""
 
@@ -87,7 +94,7 @@ class _Patterns:
         self._plain = len(patterns) <= _FEW and all(map(_PLAIN.fullmatch, patterns))
 
     def of(self, name: str) -> str | None:
-        """The first pattern that is the name, or its end behind a dot, as PEFT chooses. Raises EvenloadError."""
+        """The first pattern that is the name, or its end after a dot, as PEFT chooses. Raises EvenloadError."""
         if name not in self._chosen:
             self._chosen[name] = self._first(name)
         return self._chosen[name]
@@ -104,45 +111,9 @@ class _Patterns:
 
 
 def first_match(patterns: Sequence[str], name: str) -> str | None:
-    """The first of the patterns that is the name, or its end behind a dot."""
+    """The first of the patterns that is the name, or its end after a dot."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
 def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
-
-
-class Linear(NamedTuple):
-    """A linear layer that can be adapted."""
-
-    name: str
-    """As Hugging Face's model of the family calls it."""
-    inputs: int
-    outputs: int
-
-
-def linears_of(shape: Shape) -> Iterator[Linear]:
-    """The linear layers of a dense model that can be adapted, layer by layer: all but the output layer.
-
-    They are called as in the first family that is gated as the model is: as llama's or as those of gpt_neox.
-    """
-    hidden, ffn, query, kv = shape.hidden_size, shape.ffn_hidden_size, shape.query_size, shape.kv_size
-    modules = FAMILIES[families_with(lambda family: family.gated == shape.gated)[0]].modules
-    sizes = {
-        "qkv": (hidden, (query, kv, kv)),
-        "attention_output": (query, (hidden,)),
-        "ffn_in": (hidden, (ffn, ffn) if shape.gated else (ffn,)),
-        "ffn_out": (ffn, (hidden,)),
-    }
-    for layer in range(shape.num_layers):
-        for part, (inputs, outputs) in sizes.items():
-            names = modules[part].replace("#", str(layer)).split()
-            each = outputs if len(names) == len(outputs) else (sum(outputs),)
-            yield from (Linear(name, inputs, size) for name, size in zip(names, each, strict=True))
-
-
-def adapter_weights(shape: Shape, adapter: Adapter) -> int:
-    """Values of an adapter: r (in + out) of each linear layer that it adapts. A token multiplies all of them."""
-    linears = list(linears_of(shape))
-    targets = set(adapter.targets(linear.name for linear in linears))
-    return sum(adapter.rank_of(one.name) * (one.inputs + one.outputs) for one in linears if one.name in targets)

@@ -20,8 +20,8 @@ CHECK = "PYTHON_EVENLOAD_CHECK"
 """Set where one step is checked and nothing updated (`integrations.unmodified.planned_runs`)."""
 REQUIRE = "PYTHON_EVENLOAD_REQUIRE"
 """Set where a loop that cannot be planned is to end, and not to run as it is."""
-AUDIT = "PYTHON_EVENLOAD_AUDIT"
-"""Set where a script's own batches are judged and nothing is planned: the token that ends a sample, or nothing."""
+ROWS = "PYTHON_EVENLOAD_ROWS"
+"""Set where nothing is planned: the module whose rows go on in place of the trainer's (`core.verbs.Verb.rows`)."""
 
 
 def carried(recipe: Recipe) -> str:

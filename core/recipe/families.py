@@ -4,7 +4,7 @@
 their own build them by these facts, folders are read and written by these names, and nobody else knows a family.
 
 `#` stands for the number of a layer, of the whole model from 0, and `@` for that of an expert. A part with several
-modules has their rows one behind the other, ``qkv`` of each query group; with one, as that module has them.
+modules has their rows one after the other, ``qkv`` of each query group; with one, as that module has them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Family(NamedTuple):
     modules: Mapping[str, str] = _ATTENTION | _FFN
     """Transformers' names of each part."""
     biases: Collection[str] = ()
-    """Parts that have one beside their weight."""
+    """Parts that have one next to their weight."""
 
     def tensors(self, part: str, kind: str) -> tuple[str, ...]:
         """Names of the weight or bias of a part, as `modules` has them; none where the family has no such tensor."""

@@ -37,7 +37,7 @@ class ScoredSamples(Frozen):
     """`module:function` from a sample's text to the answer that it votes for in maj@k, null for none; null: the text
     without white space around it."""
     every: bounds.Count = 1
-    """Validations from one with samples to the next; that behind the last step has them, too."""
+    """Validations from one with samples to the next; the one after the last step has them, too."""
 
     @property
     def counts(self) -> tuple[int, ...]:

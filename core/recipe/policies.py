@@ -15,7 +15,7 @@ SHOWN: dict[Kind, tuple[str, ...]] = {
     "select": ("losses", "gradients"),
     "weight": ("losses", "targets"),
 }
-"""What a run shows a policy of each kind, beside what `data.validation` is for and what the recipe names a file of."""
+"""What a run shows a policy of each kind, besides what `data.validation` is for and what the recipe names a file of."""
 
 _WHOLE = "turn sequence parallelism off, or set parallel.tp=1"
 
@@ -49,7 +49,7 @@ def rules_of_gradients(recipe: Any) -> list[Rule]:
     return [
         (
             shape_of(recipe.model).experts is not None,
-            "gradients of samples are by matrices beside the linear layers of dense models: experts have none",
+            "gradients of samples are by low-rank matrices on the linear layers of dense models: experts have none",
             f"model.family {recipe.model.family}",
             "score with a dense model",
         ),

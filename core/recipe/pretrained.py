@@ -24,7 +24,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What is fixed beside the factor."""
+"""What is fixed besides the factor."""
 DECIDED = (
     *("family", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
     *("ffn_hidden_size", "vocab_size", "rotary_base", "rope_scaling_factor", "norm_epsilon", "tied_embeddings"),

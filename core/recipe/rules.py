@@ -71,12 +71,15 @@ def _rules_of_layers(recipe: Any) -> list[Rule]:
     """What numbers of layers by stage need."""
     p = recipe.parallel
     if p.layers is None:
-        layers, do = (
-            recipe.model.num_layers,
-            "choose a pp that divides the number of layers, or set parallel.layers=auto",
-        )
-        what, detail = "parallel.pp does not divide model.num_layers", f"pp {p.pp}, {layers} layers"
-        return [(layers % p.pp != 0, what, detail, do)]
+        layers = recipe.model.num_layers
+        return [
+            (
+                layers % p.pp != 0,
+                "parallel.pp does not divide model.num_layers",
+                f"pp {p.pp}, {layers} layers",
+                "choose a pp that divides the number of layers, or set parallel.layers=auto",
+            )
+        ]
     total = shape_of(recipe.model).num_layers
     layers = (1,) * p.pp if p.layers == "auto" else p.layers
     said = f"parallel.layers {p.layers if p.layers == 'auto' else list(p.layers)}"
@@ -230,7 +233,7 @@ def _rules_of_freeze(recipe: Any) -> list[Rule]:
 
 
 def _rules_of_adapters(recipe: Any) -> list[Rule]:
-    """What a frozen base and adapters beside it do not go with."""
+    """What a frozen base and adapters on it do not go with."""
     name, model, p = recipe.adapting, recipe.model, recipe.parallel
     if not name:
         return []
@@ -272,8 +275,8 @@ def _rules_of_adapters(recipe: Any) -> list[Rule]:
 
 
 def refuse_in_loops(recipe: Any) -> None:
-    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants, a model that only
-    ours lays out, or batches that only ours draws."""
+    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants, a model or experts
+    that only ours lays out, or batches that only ours draws."""
     name = recipe.adapting
     drawing = next((plugin.name for plugin in recipe.enabled_of(DataPlugin)), "")
     refuse_first(
@@ -295,6 +298,12 @@ def refuse_in_loops(recipe: Any) -> None:
             "two stages on each device are laid out by `evenload train` alone, and in no training loop of your own",
             "plugins.pipeline.v_shape true",
             "set plugins.pipeline.v_shape=false, or train the recipe with `evenload train`",
+        ),
+        (
+            recipe.sharded_experts,
+            "experts of a training loop of your own stay whole, where its model has them",
+            "plugins.moe.owners sharded",
+            "set plugins.moe.owners=home, or train with `evenload train`",
         ),
     )
 

@@ -46,10 +46,10 @@ class Experts(Section):
     """Coefficient of the balance loss of each sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
     batch_aux_loss: bounds.AmountOrNone = 0.0
     """Coefficient of the balance loss of each micro-batch (Fedus et al., arXiv 2101.03961, section 2.2). It depends on
-    which samples are in a micro-batch, so no plugin that regroups them runs beside it."""
+    which samples are in a micro-batch, so it excludes plugins that regroup them."""
     capacity_factor: bounds.AmountOrNone = 0.0
     """An expert drops what is over this many times the mean load of a micro-batch; 0: nothing is dropped. Regrouping
-    would drop other tokens, so no plugin that does runs beside it."""
+    would drop other tokens, so it excludes plugins that regroup."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How Megatron-Core moves tokens to experts; allgather demands equally many tokens on all ranks of a group."""
 
@@ -129,9 +129,9 @@ class Domain(Section):
     source: str
     """As data.source; the other settings of data hold for it, too."""
     share: bounds.AmountOrNone = 1.0
-    """Of what is drawn, beside the shares of the other domains, whatever they add up to; 0: nothing."""
+    """The part of what is drawn that comes from this domain, relative to the other domains' shares; 0: none."""
     weight: bounds.Amount = 1.0
-    """Of each of its samples in the loss."""
+    """The weight of each of its samples in the loss."""
 
 
 class SharesAtStep(Section):
@@ -151,7 +151,7 @@ class Mix(Section):
     unit: Literal["samples", "targets"] = "samples"
     """What shares are of: samples, or tokens that carry loss."""
     points: tuple[SharesAtStep, ...] = ()
-    """Of a schedule, by ascending steps. Before the first its shares hold, and behind the last those of that."""
+    """Points of a schedule, by ascending steps. Before the first one its shares hold, after the last one those."""
 
 
 class Validation(Section):
@@ -160,7 +160,7 @@ class Validation(Section):
     source: str | None = None
     """As data.source; the other settings of data hold for it, too."""
     domains: dict[str, str] | None = None
-    """Instead of source: a source by name. The loss of each is told beside that of all."""
+    """Instead of source: several sources by name. The loss of each is reported next to that of all."""
     every: bounds.Count = 100
     """Steps of training between two evaluations; there is one before the first step and one after the last, too."""
     batches: bounds.Count | None = None
@@ -176,7 +176,7 @@ class Data(Section):
     """python-stdlib, python-docstrings (and python-docstrings-held-out; of one package: python-docstrings/asyncio), a
     .jsonl file, a Megatron .bin/.idx prefix, or a Hugging Face dataset on disk (arrow, parquet)."""
     domains: dict[str, Domain] | None = None
-    """Instead of source: a mixture of several by name, each with its share (docs/mixture.md)."""
+    """Instead of source: a mixture of several by name, each with its share (docs/data.md)."""
     mix: Mix = Mix()
     """In what shares the domains are drawn."""
     tokenizer: str = "bytes"
@@ -185,7 +185,7 @@ class Data(Section):
     text_key: str = "text"
     """Field of text, token ids or messages; text stands for whatever the rows hold."""
     append_eos: bool | None = None
-    """Whether the tokenizer's end of sequence is put behind texts; null: behind completions alone."""
+    """Whether the tokenizer's end of sequence is appended to texts; null: to completions only."""
     loss_on: Literal["completion", "all"] = "completion"
     """Tokens of prompts and chats that are targets: completions and what the assistant says, or all."""
     max_length: bounds.SampleLength = 8192
@@ -235,7 +235,7 @@ class Updates(Section):
     min_lr: bounds.AmountOrNone = 0.0
     """What lr_schedule ends at."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls behind the warm-up."""
+    """How the learning rate falls after the warm-up."""
     warmup_steps: bounds.CountOrNone = 0
     """Steps in which the rate rises linearly."""
     weight_decay: bounds.AmountOrNone = 0.0
@@ -256,11 +256,11 @@ class Train(Updates):
     epochs: bounds.Count | None = None
     """Instead of steps: as many as draw each sample so many times; the last one of an epoch takes what is left."""
     max_minutes: bounds.Amount | None = None
-    """The run ends early, with a checkpoint and exit code 75, behind the step after which one more might not be done
-    within so many minutes of the command; the same command goes on. Null: no limit."""
+    """The run ends early, with a checkpoint and exit code 75, once another step might not end within this many minutes
+    of the command's start; the same command resumes it. Null: no limit."""
     gc_every: bounds.Count | None = None
-    """Collect Python's garbage behind every so many steps, on all ranks at once, and never inside a step. Null: Python
-    collects when a rank has made so many objects, one rank after the other, and the others wait."""
+    """Collect Python's garbage after every so many steps, on all ranks at once, and never inside a step. Null: Python
+    collects on each rank by itself when it has made enough objects, and the other ranks wait."""
     global_batch_size: bounds.SequenceCount = 64
     """Samples per optimizer step, over all ranks; null leaves it out."""
     global_batch_tokens: bounds.TokenCount | None = None
@@ -309,7 +309,7 @@ class Checkpoint(Section):
     resume: bool = True
     """Continue from the last good checkpoint in ``dir`` if there is one."""
     best: bool | str = False
-    """Keep, in the folder ``best`` beside the last ones, the checkpoint of the lowest validation loss: true, of all its
+    """Keep, in the folder ``best`` next to the last ones, the checkpoint of the lowest validation loss: true, of all
     targets; a name of data.validation.domains, of that domain; or of the highest figure of data.validation.generate:
     generate.score, generate.pass_at_K, generate.maj_at_K."""
     verify: bool = True
@@ -327,7 +327,7 @@ class Log(Section):
     every: bounds.Count = 1
     """Steps from one row of tensorboard and wandb to the next."""
     trace: FilePath | None = None
-    """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
+    """Chrome trace (JSON) of the first steps after the warm-up, measured next to predicted; ``--trace`` sets it."""
     trace_steps: bounds.Count = 4
     """How many steps it holds."""
     loads: FilePath | None = None
@@ -344,8 +344,8 @@ class Planner(Section):
     """Plan ahead in a thread; false plans in line (for debugging)."""
     steps_ahead: Annotated[int, Field(ge=1, le=64)] | None = None
     """How many steps ahead plans are begun; of large batches the ranks of a node take turns, so each has as many steps'
-    time for its plan. null: 8 or as many as a node has ranks, 2 where a rank is alone on its node. It is 1 where plans
-    depend on the steps before: with planner.refit, loads of experts, tenants."""
+    time for its plan. null: as many as a node has ranks, at most 8, and 2 where a rank is alone on its node. It is 1
+    where plans depend on the steps before: with planner.refit, loads of experts, tenants."""
     refit: bool = False
     """Fit the cost model to the measured steps while training, so that plans follow the hardware."""
 

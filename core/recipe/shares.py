@@ -58,6 +58,11 @@ def schedule(_: Shares, points: Points) -> SharesOf:
     return shares
 
 
+def recorded(first: Mapping[str, Any]) -> SharesOf:
+    """Shares of the record that the state of a mixture has, or of the ``first`` where it has none."""
+    return lambda record, _: tuple((record or first)["shares"])
+
+
 POLICIES: dict[str, Policy] = {
     "static": Policy(static, changes=False),
     "schedule": Policy(schedule, changes=True, points=True),
@@ -95,17 +100,13 @@ def rules_of_domains(data: Any, train: Any, chosen: ChosenPolicy | None = None) 
     moving, mover = scheduled or chosen is not None, chosen.name if chosen else data.mix.policy
     lasts = next((key for key in ("epochs", "max_tokens") if getattr(train, key, None) is not None), "")
     unshared = [name for name, domain in data.domains.items() if domain.share == 0]
-    twice, both = (
-        "data.source and data.domains say the same thing twice",
-        f"source {shown(data.source)}, domains {names}",
-    )
     unknown = f"train.{lasts} asks for a number of steps that shares which change do not tell before the first one"
     undrawn, do = "train.epochs draws every sample, and of a domain nothing is drawn", "set train.steps instead"
     return [
         (
             data.source != type(data).model_fields["source"].default,
-            twice,
-            both,
+            "data.source and data.domains say the same thing twice",
+            f"source {shown(data.source)}, domains {names}",
             "leave data.source out, or make it a domain",
         ),
         *_rules_of_names(data.domains, "data.domains"),

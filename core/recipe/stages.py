@@ -6,7 +6,7 @@ The last stage has the output layer as well, which counts as so many layers as i
 
 so ``auto`` gives layers, one after the other, to the stage that has least; of equal ones to the first, which waits for
 none. The largest stage is then as small as whole layers allow. Attention over long sequences makes layers longer and
-the output layer count for less: where lengths are known, `core.search.stage_layers` counts with their seconds.
+the output layer count for less: where lengths are known, `core.planning.stage_layers` counts with their seconds.
 """
 
 from __future__ import annotations

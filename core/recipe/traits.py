@@ -30,7 +30,7 @@ class States(NamedTuple):
     late: int = 0
     """Of the gradient, where it is made in a step's first backward."""
     gathered: int = 0
-    """Of the whole weight beside the rank's part of it, where weights are divided and gathered for the passes."""
+    """Of the whole weight next to the rank's part of it, where weights are divided and gathered for the passes."""
     most_gathered: int = 0
     """The trainer lets go of gathered weights only beyond so many."""
 
@@ -57,7 +57,7 @@ class TrainerTraits:
     """A stage of the trainer's own schedule goes on only when its output has arrived."""
     fewest_stages_that_split: int = 1
     """Pipeline stages from which on weight gradients can be passes of their own."""
-    sends_once: bool = False
+    dedups_per_node: bool = False
     """Layers with experts can send a token once to each node, and on from there."""
     divides_tokens: bool = False
     """Between their blocks tensor-parallel ranks divide the tokens (sequence parallelism)."""
@@ -90,7 +90,7 @@ class Loop(NamedTuple):
 
     def does(self, plugin: Plugin) -> str:
         """What a plugin does in the loop, in a few words."""
-        of_ours = isinstance(plugin, DataPlugin) or (isinstance(plugin, SlicePlugin) and plugin.adapts)
+        of_ours = isinstance(plugin, DataPlugin) or (isinstance(plugin, SlicePlugin) and plugin.adapts is not None)
         if (of_ours and self.start != OWN) or (isinstance(plugin, LayerPlugin) and not self.copies):
             return REFUSED
         if "orders" in plugin.decides:
@@ -113,7 +113,7 @@ class Trainer:
     runs_any_model: bool = False
     """It builds Transformers' own causal models from their config, whatever that says."""
     packages: tuple[str, ...] = ()
-    """Distributions that it needs beside torch."""
+    """Distributions that it needs besides torch."""
     beside: tuple[str, ...] = ()
     """What else its extra holds: for folders of weights, and for logs."""
     host: str = ""
@@ -131,8 +131,6 @@ class Trainer:
     """Modules whose ``rows(recipe)`` go on in scripts where a plugin is enabled."""
     patched_always: bool = False
     """They go on without one, too: the script's own config may enable it."""
-    audits: tuple[str, ...] = ()
-    """Modules whose rows go on in place of these where a script's own batches are judged; none: they cannot be."""
     mends: tuple[str, ...] = ()
     """Modules of rows that go on in any case."""
     tries: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -150,7 +148,7 @@ TRAINERS: dict[str, Trainer] = {}
 def trainer_called(name: str) -> Trainer:
     """The trainer of that name. Raises EvenloadError for one whose integration was not imported."""
     if name not in TRAINERS:
-        what, known = f"nobody says what trainer '{name}' is like", ", ".join(TRAINERS) or "no trainer"
+        what, known = f"nothing says what trainer '{name}' is like", ", ".join(TRAINERS) or "no trainer"
         raise EvenloadError(what, f"known: {known}", "import evenload.api first")
     return TRAINERS[name]
 

@@ -2,7 +2,7 @@
 
 A rank of a stage runs one pass at a time, in its order; where a device has two stages, it runs one of both in the
 order of the plan's merge. A pass on several ranks starts when all are free. Forward
-waits for the stage before and backward for the stage behind, and for what travels between them; a link carries one
+waits for the stage before and backward for the stage after, and for what travels between them; a link carries one
 tensor of a direction at a time. Weight gradients that are a pass of their own concern nobody but their rank. The k-th
 passes of ranks that run in step (a group that shares experts, or all ranks) start together and take as long as the
 slowest. O(passes x stages).

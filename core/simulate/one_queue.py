@@ -2,7 +2,7 @@
 
 There kernels start in the order in which they were issued, whatever their streams. All that follows a receive waits for
 it. Nothing waits for a send that has started; but a send starts only when the one before it on its link has been taken,
-and until then nothing behind it starts, receives neither. So a link holds one tensor that nobody has taken, and two
+and until then nothing after it starts, receives neither. So a link holds one tensor that nobody has taken, and two
 neighbours that both have a second one to send wait for each other for ever, as they do in this order of two stages:
 
     stage 0  F0 F1 F2 F3 B0 ...    stops at the send of F3, since F2 is not taken
@@ -29,7 +29,7 @@ from ..plan.step_plan import Op, PassKind, StepPlan, fact_of_plan
 from .events import AHEAD, play
 
 Turns = Mapping[StagedOp | None, tuple[tuple[int, PassKind], ...]]
-"""Before which passes a rank issues sends that wait, each by the stage that sends and its direction; None: behind the
+"""Before which passes a rank issues sends that wait, each by the stage that sends and its direction; None: after the
 last one."""
 
 

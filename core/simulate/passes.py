@@ -4,12 +4,12 @@ Costs are those of a stage by its number of layers, experts among them; the last
 others have not. What runs is what the program says (`plan.program`): a forward that nobody keeps has no head, and at
 the last stage often no slice. Ranks of a micro-batch have equal work unless its slices have CP groups of their own or
 its tokens are moved: then each has its own seconds, and the pass takes as long as the slowest. Where ranks share
-experts, each pass has the seconds of its round at them beside its own.
+experts, each pass has the seconds of its round at them on top of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -54,6 +54,34 @@ class _Unlike(NamedTuple):
     """Of its ranks, in these arrays."""
 
 
+class HandOvers:
+    """Seconds from a pass to the arrival of its result at the next stage, in either direction."""
+
+    def __init__(self, plan: StepPlan, context: PlanningContext) -> None:
+        self._plan, self._at = plan, context
+        self._links = [links_up(context, stage) for stage in range(plan.limits.num_stages - 1)]
+        self._first_alike = [self._links.index(links) for links in self._links]
+        self._known: dict[tuple[int, Op], float] = {}
+
+    def alike(self, stage: int) -> int:
+        """The first stage that hands over as fast as this one."""
+        return self._first_alike[stage]
+
+    def __call__(self, stage: int, op: Op) -> float:
+        """Between ``stage`` and the next; no time inside a device."""
+        device_of = self._plan.limits.device_of_stage
+        if (op.kind == "B" and self._at.forward_only) or device_of(stage) == device_of(stage + 1):
+            return 0.0
+        key = self._first_alike[stage], op
+        if key not in self._known:
+            micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
+            state_bytes = self._at.traffic.state_bytes_per_token * self._at.traffic.handed_frac
+            alike = dict.fromkeys(micro_batch.ranks, _tokens_each(self._plan, op))
+            each: Mapping[int, float] = alike if is_even(micro_batch) else tokens_of_ranks(micro_batch)
+            self._known[key] = max(links[rank].send_s(n * state_bytes) for rank, n in each.items())
+        return self._known[key]
+
+
 class PassTimes:
     """Seconds of every pass of a plan at every stage."""
 
@@ -75,25 +103,25 @@ class PassTimes:
         self._whole_again = frozenset(backwards if full.recompute else plan.replayed)
         self._expert_again_s = full.forward.expert_s * full.expert_imbalance
         self._add_experts()
-        weights_s = {id(costs): _weights_seconds(plan, costs, context.head_frac) for costs in alike.values()}
+        most = [np.max(_tokens_of(m)) for m in plan.passes("B")] if any(plan.split) else []
+        weights_s = {id(own): [float(own.weights_s(n, context.head_frac)) for n in most] for own in alike.values()}
         self._weights_s = [weights_s[id(costs)] for costs in self._costs]
+        """Of each backward's weight gradients on its busiest rank; empty where none is a pass of its own."""
         layout, traffic = context.layout, context.traffic
         self._routes = layout.ep > 1 and traffic.expert_bytes_per_token > 0
         self._moves = layout.tp > 1 or plan.shared or self._routes or any(plan.offload)
         self._gathers = {k: gathering_s(context, n) for k, n in (("F", 1), ("B", 2))}
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
-        self._links = [links_up(context, stage) for stage in range(plan.limits.num_stages - 1)]
-        self._first_linked = [self._links.index(links) for links in self._links]
+        self.hand_over = HandOvers(plan, context)
         self._alike = _stages_alike(plan, context)
         self._known: dict[tuple[int, Op, float], Any] = {}
-        self._sent: dict[tuple[int, Op], float] = {}
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
 
     def _seconds_of_ranks(self) -> dict[Op, list[Floats]]:
         plan = self._plan
         result: dict[Op, list[Floats]] = {}
-        for costs, stages in self._by_costs():
+        for costs, stages in _neighbours(self._costs):
             for op, mean in rank_seconds(plan, costs).items():
                 kind, number = op
                 micro_batch = plan.passes(kind)[number]
@@ -110,25 +138,19 @@ class PassTimes:
                 result[op][-1] = seconds
         return result
 
-    def _by_costs(self) -> Iterator[tuple[Costs, list[int]]]:
-        """Neighbouring stages of equal costs, ascending."""
-        for _, stages in groupby(range(len(self._costs)), lambda stage: id(self._costs[stage])):
-            numbers = list(stages)
-            yield self._costs[numbers[0]], numbers
-
     def _seconds_of_stages(self) -> list[_Seconds]:
         plan, result = self._plan, list[_Seconds]()
-        for costs, stages in self._by_costs():
+        for costs, stages in _neighbours(self._costs):
             mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
             heads = [self._heads[stage] for stage in stages]
-            by_share = {more: self._seconds_of_stage(mean, more, costs) for more in set(heads)}
+            by_share = {more: _with_head(plan, mean, more, costs, self._replayed) for more in set(heads)}
             result += [by_share[more] for more in heads]
         if not (self._of_ranks or plan.recompute or self._kv):
             return result
         result = [{kind: list(row) for kind, row in of_stage.items()} for of_stage in result]
         for i, seconds_of_ranks in self._kv.items():
             result[-1]["F"][i] = float(seconds_of_ranks.max())
-        for costs, stages in self._by_costs():
+        for costs, stages in _neighbours(self._costs):
             layers_s: dict[int, float] = {}
             for stage in stages:
                 for j, share in self._layers_again[stage].items():
@@ -139,18 +161,6 @@ class PassTimes:
             for seconds, row in zip(result, rows, strict=True):
                 seconds[kind][number] = float(row.max())
         return result
-
-    def _seconds_of_stage(self, mean: _Seconds, more: float, costs: Costs) -> _Seconds:
-        """Seconds at a stage with ``more`` linear work than its costs, if ranks have equal work and all of it runs."""
-        if not more:
-            return mean
-        plan = self._plan
-        linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
-        zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
-        rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
-        for j in self._replayed:
-            rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
-        return rows
 
     def _add_experts(self) -> None:
         """What the rounds of shared experts take, onto what passes take by themselves."""
@@ -186,21 +196,15 @@ class PassTimes:
         if op.kind != "B":
             return 0.0
         costs, micro_batch = self._costs[stage], self._plan.passes("B")[op.micro_batch]
-        again_s: Any = self._experts_again_s(stage, op)
+        share, again_s = self._layers_again[stage].get(op.micro_batch, 0.0), 0.0
+        if op in self._expert_s[stage]:
+            own = share_of(self._at.layout.layers, stage)
+            forwards = (op.micro_batch in self._whole_again) + share
+            again_s = own * forwards * self._expert_again_s * rounds_of(self._plan, stage, costs.ep)[op].mean
         if op.micro_batch in self._whole_again:
             forward_s = costs.micro_batch_s(micro_batch) if is_even(micro_batch) else costs.rank_s(micro_batch)
             again_s = again_s + forward_s[0] + self._heads[stage] * costs.forward.token_s * _tokens_of(micro_batch)
-        share = self._layers_again[stage].get(op.micro_batch, 0.0)
         return again_s + share * _layers_of(micro_batch, self._at, costs) if share else again_s
-
-    def _experts_again_s(self, stage: int, op: Op) -> float:
-        """The part of `_again_s` that the pass's round has at shared experts."""
-        if op not in self._expert_s[stage]:
-            return 0.0
-        forwards = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
-        costs = self._costs[stage]
-        own = share_of(self._at.layout.layers, stage)
-        return own * forwards * self._expert_again_s * rounds_of(self._plan, stage, costs.ep)[op].mean
 
     def _routed(self, stage: int, op: Op) -> float | None:
         """Tokens of the rank of the pass's round that sends or receives most; None where experts are nobody's."""
@@ -211,11 +215,9 @@ class PassTimes:
 
     def whole_s(self, stage: int) -> tuple[list[float], list[float]]:
         """`seconds` of every forward and backward at a stage, weight gradients among them whenever they run."""
-        forward, backward = ([Op(kind, i) for i in range(len(self._plan.passes(kind)))] for kind in DIRECTIONS)
-        return (
-            [self.seconds(stage, op) for op in forward],
-            [self.seconds(stage, op) + self._later_s(stage, op) for op in backward],
-        )
+        passes = ([Op(kind, i) for i in range(len(self._plan.passes(kind)))] for kind in DIRECTIONS)
+        forward, backward = ([self.seconds(stage, op) + self._later_s(stage, op) for op in ops] for ops in passes)
+        return forward, backward
 
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
@@ -241,24 +243,6 @@ class PassTimes:
         unlike = self.talks or any(self._expert_s) or self._at.layout.layers
         likely = self._alike[stage] if unlike else int(stage == self._last)
         return likely, self._plan.recompute[stage] if self._plan.recompute else ()
-
-    def linked_alike(self, stage: int) -> int:
-        """The first stage that hands over as fast as this one."""
-        return self._first_linked[stage]
-
-    def hand_over(self, stage: int, op: Op) -> float:
-        """Between ``stage`` and the next, in either direction; no time inside a device."""
-        device_of = self._plan.limits.device_of_stage
-        if (op.kind == "B" and self._at.forward_only) or device_of(stage) == device_of(stage + 1):
-            return 0.0
-        key = self._first_linked[stage], op
-        if key not in self._sent:
-            micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
-            state_bytes = self._at.traffic.state_bytes_per_token * self._at.traffic.handed_frac
-            alike = dict.fromkeys(micro_batch.ranks, _tokens_each(self._plan, op))
-            each: Mapping[int, float] = alike if is_even(micro_batch) else tokens_of_ranks(micro_batch)
-            self._sent[key] = max(links[rank].send_s(n * state_bytes) for rank, n in each.items())
-        return self._sent[key]
 
     def busy_s(self) -> Floats:
         """Compute of every rank [stages, ranks]."""
@@ -330,6 +314,25 @@ class PassTimes:
         return offload_s(self._at.cluster, waiting_bytes, compute_s * (max(0, layers - KEPT_LAYERS) / layers))
 
 
+def _neighbours(of_stages: list[Costs]) -> Iterator[tuple[Costs, list[int]]]:
+    """Neighbouring stages of equal costs, ascending."""
+    for _, stages in groupby(range(len(of_stages)), lambda stage: id(of_stages[stage])):
+        numbers = list(stages)
+        yield of_stages[numbers[0]], numbers
+
+
+def _with_head(plan: StepPlan, mean: _Seconds, more: float, costs: Costs, replayed: Collection[int]) -> _Seconds:
+    """Seconds at a stage with ``more`` linear work than its costs, if ranks have equal work and all of it runs."""
+    if not more:
+        return mean
+    linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
+    zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
+    rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
+    for j in replayed:
+        rows["B"][j] += more * costs.forward.token_s * _tokens_each(plan, Op("B", j))
+    return rows
+
+
 def _tokens_each(plan: StepPlan, op: Op) -> float:
     return plan.slots[op.kind][op.micro_batch] / len(plan.passes(op.kind)[op.micro_batch].ranks)
 
@@ -354,9 +357,3 @@ def _layers_of(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) 
     if is_even(micro_batch):
         return costs.layers_s(micro_batch, context.head_frac)
     return np.array([costs.layers_of(work, context.head_frac) for work in rank_works(micro_batch).values()])
-
-
-def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:
-    """Seconds of each backward's weight gradients on its busiest rank; empty where none is a pass of its own."""
-    backwards = plan.passes("B") if any(plan.split) else ()
-    return [float(costs.weights_s(np.max(_tokens_of(m)), head_frac)) for m in backwards]

@@ -2,7 +2,10 @@
 
 The tokenizer's own template renders a chat. Where it marks the assistant's part with ``{% generation %}``, that is what
 counts; elsewhere answers are found by differences of renderings (`turns`). Templates known to leave out thoughts are
-taken in their training form (`thoughts`); of others a warning says what of an answer is left out.
+taken in their training form, with which each answer keeps its own: the templates of Qwen3, 3.5 and 3.6 leave the
+thoughts of earlier answers out, and those of DeepSeek every thought that stands in the content, so none would be
+learned. It is as in TRL's training forms of Qwen's templates and of DeepSeek-R1's distillates; a test compares tokens
+and labels. Of other templates a warning says what of an answer is left out.
 
 A template is a program of whoever made the tokenizer, so it runs in a sandbox; a row brings none of its own.
 
@@ -27,13 +30,12 @@ from ...core.input.sandbox import Budget, SandboxError, bounded
 from ..samples.cut import IGNORE
 from ..tokenizers import FolderTokenizer, Tokenizer
 from .kinds import OF_TEMPLATE, SETTINGS, TOOLS, Encoded, Encoder, Placed
-from .thoughts import training_form
 from .turns import ANSWERS, Messages, UnlikeError, end_mark, left_out, marking, spans_of_answers
 
 log = logging.getLogger(__name__)
 
 Extras = Mapping[str, Any]
-"""What a row hands its template beside the messages."""
+"""What a row hands its template besides the messages."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -49,7 +51,17 @@ _LEFT_OUT = (
 _PER_CALL_S, _PER_BYTE_S = 1e-3, 1e-7
 """CPU seconds that a template may take on average: five times what those of public models do."""
 _OF_ROWS = {"documents", "kwargs"}
-"""Of what `transformers` takes beside the messages, what a row may say."""
+"""Of what `transformers` takes besides the messages, what a row may say."""
+
+_ARGUMENTS = "tool['function']['arguments']"
+_TRAINED = (
+    ("loop.index0 > ns.last_query_index", "true"),
+    ("loop.last or (not loop.last and reasoning_content)", "true"),
+    ("{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}", ""),
+    ("{%- if message['content'] is none %}", "{%- if not message['content'] %}"),
+    (f"+ {_ARGUMENTS} +", f"+ ({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson) +"),
+)
+"""What a template says, and what it says in training."""
 
 
 class ChatTemplate:
@@ -75,9 +87,9 @@ class ChatTemplate:
         return {*inspect.signature(hub.apply_chat_template).parameters, *hub.special_tokens_map} - _OF_ROWS
 
     def tokens(self, messages: Any, extras: Extras, place: str, *, ask: bool = False) -> list[int]:
-        """Token ids of a chat; ``ask``: with what makes the assistant answer behind it."""
-        text = self._text(check_messages(messages, place), extras, place, ask=ask)
-        return list(self._folder.marked(text).ids)
+        """Token ids of a chat; ``ask``: with what makes the assistant answer after it."""
+        messages, template = check_messages(messages, place), self._template(extras, place)
+        return list(self._folder.marked(self._render(messages, extras, place, template, ask=ask)[0]).ids)
 
     def encoded(self, messages: Messages, extras: Extras, place: str) -> Encoded:
         """A chat and its targets."""
@@ -137,9 +149,6 @@ class ChatTemplate:
             do = "add chat_template.jinja to the tokenizer's folder, or give prompts and completions as text"
             raise EvenloadError(f"there is no chat template for {place}", shorten(str(error)), do) from error
 
-    def _text(self, messages: Messages, extras: Extras, place: str, *, ask: bool = False) -> str:
-        return self._render(messages, extras, place, self._template(extras, place), ask=ask)[0]
-
     def _render(
         self,
         messages: Messages,
@@ -198,6 +207,13 @@ class ChatEncoder(Encoder):
         return [messages[start:stop] for start, stop in zip(first, [*first[1:], len(messages)], strict=True)]
 
 
+def training_form(template: str) -> str:
+    """A chat template that leaves no thoughts out, if it is one of those known here; else the template as it is."""
+    for served, trained in _TRAINED:
+        template = template.replace(served, trained)
+    return template
+
+
 def check_messages(value: Any, place: str) -> Messages:
     """``value`` if it is a chat, without the fields that are null; raises EvenloadError with what is none."""
     if not isinstance(value, list) or not value:
@@ -218,7 +234,7 @@ def check_messages(value: Any, place: str) -> Messages:
 
 
 def extras_of(one: Placed) -> Extras:
-    """What a row hands its template beside the messages; tools may be JSON. Raises EvenloadError."""
+    """What a row hands its template besides the messages; tools may be JSON. Raises EvenloadError."""
     extras = {name: one.row[name] for name in OF_TEMPLATE if one.row.get(name) is not None}
     if isinstance(extras.get(TOOLS), str):
         extras[TOOLS] = reading.parse_json(extras[TOOLS], f"the field {TOOLS} of {one.place}", _DO)

@@ -9,7 +9,7 @@ stays, since tokens and labels are read in turn.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,6 +45,8 @@ class RowDocuments(Documents):
         self.keys: NDArray[np.int64] = scanned["keys"]
         self._first = np.cumsum(self.lengths) - self.lengths
         self.vocab_size: int | None = int(scanned["vocab_size"][0])
+        if (trunks := scanned.get("trunks")) is not None:
+            self.trunks, self.groups = trunks, self.keys
         self.spans = None if scanned["all_count"][0] else TargetSpans(scanned["start"], scanned["stop"])
         self._stored = _map(stored, 2 * int(self.lengths.sum())) if stored else None
         self._last: tuple[int, Encoded] | None = None
@@ -73,9 +75,10 @@ class RowDocuments(Documents):
 
     def _scan(self, stream: BinaryIO | None) -> Arrays:
         """What is kept of all documents; their tokens and labels go into the stream, one after the other."""
-        keys, lengths, start, stop = (array("q") for _ in range(4))
+        keys, lengths, start, stop, trunks = (array("q") for _ in range(5))
         largest, first, all_count = -1, 0, True
-        for key, one in self._all():
+        for key, trunk, one in self._all():
+            trunks.append(trunk)
             starts, stops = spans_of(one.labels, first)
             start.extend(starts)
             stop.extend(stops)
@@ -88,15 +91,27 @@ class RowDocuments(Documents):
                 stream.write(np.concatenate(one).astype("<i4").tobytes())
         vocab_size = [max(largest + 1, self._encoder.vocab_size, 1)]
         columns = {"keys": keys, "lengths": lengths, "start": start, "stop": stop}
+        columns |= {"trunks": trunks} if any(trunks) else {}
         columns |= {"vocab_size": array("q", vocab_size), "all_count": array("q", [all_count])}
         return {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
 
-    def _all(self) -> Iterator[tuple[int, Encoded]]:
+    def _all(self) -> Iterator[tuple[int, int, Encoded]]:
+        """The row, the trunk and the content of every document."""
         rows = self._rows.read_all()
         while batch := list(islice(rows, BATCH)):
             encoded = self._encoder.encode([placed for _, placed in batch])
             for (key, _), documents in zip(batch, encoded, strict=True):
-                yield from ((key, one) for one in documents)
+                trunk = _trunk(documents) if self._encoder.branches else 0
+                yield from ((key, trunk, one) for one in documents)
+
+
+def _trunk(documents: Sequence[Encoded]) -> int:
+    """Tokens that all documents of a row begin with, each predicting the same target; the last of each is its own."""
+    first, size = documents[0], min(len(one.tokens) for one in documents) - 1
+    for one in documents[1:]:
+        same = (one.tokens[:size] == first.tokens[:size]) & (one.labels[1 : size + 1] == first.labels[1 : size + 1])
+        size = size if same.all() else int(same.argmin())
+    return size if len(documents) > 1 else 0
 
 
 def _map(path: Path, count: int) -> NDArray[Any]:

@@ -4,6 +4,7 @@
 |---|---|---|
 | ``input_ids`` or ``tokens``, lists of labels in ``labels`` | labels | where the label is not -100 |
 | ``prompt`` and ``completion``, both text or both chats | prompts | the completion |
+| ``prompt`` and ``completions``, a list of them | prompts, one document for each | the completion |
 | ``messages`` | chats | what the assistant says |
 | ``input_ids``, ``tokens`` or ``text`` | plain | all |
 
@@ -29,9 +30,10 @@ RowKind = Literal["plain", "labels", "prompts", "chats"]
 FieldKind = Literal["messages", "ids", "other"]
 
 PROMPT, COMPLETION, MESSAGES, LABELS = "prompt", "completion", "messages", "labels"
+COMPLETIONS = "completions"
 TOOLS, SETTINGS = "tools", "chat_template_kwargs"
 OF_TEMPLATE = (TOOLS, SETTINGS)
-"""Fields that a chat template is handed beside the messages, as TRL does."""
+"""Fields that a chat template is handed besides the messages, as TRL does."""
 
 
 def field_kind(value: Any) -> FieldKind:
@@ -60,6 +62,7 @@ def row_form(fields: Mapping[str, FieldKind], text_key: str, where: str) -> RowF
     forms = {
         "text": RowForm("plain", text_key),
         f"{PROMPT} and {COMPLETION}": RowForm("prompts", PROMPT),
+        f"{PROMPT} and {COMPLETIONS}": RowForm("prompts", PROMPT),
         MESSAGES: RowForm("chats", MESSAGES),
     }
     there = [name for name in forms if all(field in fields for field in name.split(" and "))]
@@ -113,6 +116,8 @@ class Encoder(Protocol):
     """What it reads of a row, where it is there."""
     tokenises: bool = True
     """Whether its documents are made of text; else a row is one document."""
+    branches: bool = False
+    """Whether the documents of a row stay together, and begin alike."""
 
     @property
     def vocab_size(self) -> int:

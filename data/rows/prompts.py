@@ -1,7 +1,7 @@
-"""``{"prompt", "completion"}``: the completion alone carries loss.
+"""``{"prompt", "completion"}``: the completion alone carries loss; ``{"prompt", "completions"}``: as many such rows.
 
 Prompt and completion are tokenised together, as a model meets them; targets begin where that differs from the prompt
-alone, which is behind it unless a token reaches over the border (TRL does the same). The tokenizer's end of sequence
+alone, which follows it unless a token reaches over the border (TRL does the same). The tokenizer's end of sequence
 follows a completion of text that does not end with it.
 """
 
@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from ...core.errors import EvenloadError, shown
 from ..tokenizers import Tokenizer, end_of, with_end
 from .chats import ChatTemplate, extras_of
-from .kinds import COMPLETION, OF_TEMPLATE, PROMPT, Encoded, Encoder, Placed, no_completion, shared_prefix
+from .kinds import COMPLETION, COMPLETIONS, OF_TEMPLATE, PROMPT, Encoded, Encoder, Placed, no_completion, shared_prefix
 
 
 class PromptEncoder(Encoder):
     """An encoder that makes a document of each prompt with its completion."""
 
-    fields = (PROMPT, COMPLETION, *OF_TEMPLATE)
+    fields = (PROMPT, COMPLETION, COMPLETIONS, *OF_TEMPLATE)
+    branches = True
 
     def __init__(self, tokenizer: Tokenizer, *, append_eos: bool | None, all_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -32,10 +33,15 @@ class PromptEncoder(Encoder):
         return self._tokenizer.vocab_size
 
     def encode(self, rows: Sequence[Placed]) -> list[list[Encoded]]:
+        answers = [_answers(one) for one in rows]
+        encoded = iter(self._encode([one for own in answers for one in own]))
+        return [[next(encoded) for _ in own] for own in answers]
+
+    def _encode(self, rows: Sequence[Placed]) -> list[Encoded]:
         chats = [_is_chat(one) for one in rows]
         texts = [one for one, chat in zip(rows, chats, strict=True) if not chat]
         of_texts = iter(self._of_texts(texts))
-        return [[self._of_chat(one) if chat else next(of_texts)] for one, chat in zip(rows, chats, strict=True)]
+        return [self._of_chat(one) if chat else next(of_texts) for one, chat in zip(rows, chats, strict=True)]
 
     def _of_texts(self, rows: Sequence[Placed]) -> list[Encoded]:
         eos = end_of(self._tokenizer, self._append_eos)
@@ -50,6 +56,20 @@ class PromptEncoder(Encoder):
 
     def _encoded(self, prompt: Sequence[int], whole: Sequence[int]) -> Encoded:
         return Encoded.behind(whole, 0 if self._all else shared_prefix(prompt, whole))
+
+
+def _answers(one: Placed) -> list[Placed]:
+    """A row for each of its completions. Raises EvenloadError where there are none, or one along with several."""
+    several = one.row.get(COMPLETIONS)
+    if several is None:
+        return [one]
+    if one.row.get(COMPLETION) is not None or not isinstance(several, list) or not several:
+        what, do = (
+            f"{COMPLETIONS} of {one.place} are no list of completions",
+            f"give a list of them, and no {COMPLETION}",
+        )
+        raise EvenloadError(what, shown(several), do)
+    return [Placed(one.place, {**one.row, COMPLETION: each}) for each in several]
 
 
 def _is_chat(one: Placed) -> bool:

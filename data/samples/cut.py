@@ -3,7 +3,7 @@
 Targets of documents are spans. Documents lie one after the other on one axis; a span is [start, stop) of places on it.
 So a split document needs no reading to know the targets of its pieces: n spans and m samples take O(m log n).
 
-A token can be a target only where a token of its sample is before it. Nothing behind a sample's last target takes part
+A token can be a target only where a token of its sample is before it. Nothing after a sample's last target takes part
 in its loss (attention is causal), so a sample ends there: padding that a data set carries along costs nothing.
 """
 
@@ -109,7 +109,7 @@ class TargetSpans(NamedTuple):
         return np.asarray(sizes[spans] - beyond, dtype=np.int64)
 
     def last_before(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The place behind the last target before each place; 0 where there is none."""
+        """The place after the last target before each place; 0 where there is none."""
         if not len(self.start):
             return np.zeros(len(places), dtype=np.int64)
         spans = np.searchsorted(self.start, places)

@@ -59,8 +59,8 @@ class MixState:
     """[domains] what is due to each, in samples or targets."""
     step: int = 0
     """Batches that have been drawn."""
-    policy: Mapping[str, Any] = field(default_factory=dict)
-    """What the policy of the shares keeps, ready for JSON."""
+    shares_override: Mapping[str, Any] = field(default_factory=dict)
+    """What says the shares instead of the step, as a record of them, ready for JSON; empty: nothing does."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """States of domains that are not here now."""
 
@@ -70,7 +70,7 @@ class MixState:
             name: {**order.state(), "credit": credit}
             for (name, order), credit in zip(self.orders.items(), self.credits, strict=True)
         }
-        own = {"algorithm": ALGORITHM, "step": self.step, "policy": dict(self.policy)}
+        own = {"algorithm": ALGORITHM, "step": self.step, "policy": dict(self.shares_override)}
         return {**own, "domains": {**self.absent, **here}, "here": list(here)}
 
 
@@ -115,7 +115,7 @@ class Mixture:
             detail, do = f"algorithm {state.get('algorithm')!r}", "restore data.*, or start anew with another folder"
             raise EvenloadError("the checkpoint's order of samples is none of domains as this version has", detail, do)
         try:
-            kept, step, policy = dict(state["domains"]), int(state["step"]), dict(state["policy"])
+            kept, step, override = dict(state["domains"]), int(state["step"]), dict(state["policy"])
             same = list(state["here"]) == self.names
             credits = tuple(float(kept[name]["credit"]) for name in self.names) if same else begun.credits
             if step < 0 or not all(map(math.isfinite, credits)):
@@ -127,11 +127,11 @@ class Mixture:
             what = "the saved state of the domains is damaged"
             raise EvenloadError(what, shorten(f"{error!r}"), "resume from another checkpoint") from error
         absent = {name: own for name, own in kept.items() if name not in orders}
-        return MixState(orders, credits, step, policy, absent)
+        return MixState(orders, credits, step, override, absent)
 
     def take(self, state: MixState) -> tuple[NDArray[np.int64], MixState]:
         """The next batch, never empty, and the position after it."""
-        shares, credits = self._shares(state.policy, state.step), list(state.credits)
+        shares, credits = self._shares(state.shares_override, state.step), list(state.credits)
         shared = [place for place, share in enumerate(shares) if share > 0]
         upcoming = [_Upcoming(order) for order in state.orders.values()]
         drawn: list[tuple[int, int]] = []
@@ -174,7 +174,7 @@ class Mixture:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """The seed of a domain's order: another one for each name, whatever stands beside it."""
+    """The seed of a domain's order: another one for each name, whatever other domains there are."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -203,6 +203,6 @@ class _Upcoming:
 
     @property
     def order(self) -> SampleOrder:
-        """Behind the samples that were taken."""
+        """After the samples that were taken."""
         epochs, consumed = divmod(self._begun.consumed + self._taken, self._begun.num_samples)
         return replace(self._begun, epoch=self._begun.epoch + epochs, consumed=consumed)

@@ -157,7 +157,7 @@ class BatchSize(NamedTuple):
             count *= 4
 
     def mean_samples(self, lengths: Ints) -> int:
-        """Samples of a batch in the mean, rounded up."""
+        """Samples of a batch on average, rounded up."""
         return self.samples if self.tokens is None else min(len(lengths), -(-self.tokens // int(lengths.mean())))
 
     def steps(self, lengths: Ints, seed: int, *, epochs: int | None = None, tokens: int | None = None) -> int:

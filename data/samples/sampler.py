@@ -61,7 +61,7 @@ class MixtureSampler:
 
     _drawn: MixState = field(init=False, repr=False)
     _kept: deque[MixState] = field(init=False, repr=False)
-    """Behind the last steps that were drawn, the newest of which is ``_drawn``."""
+    """After the last steps that were drawn, the newest of which is ``_drawn``."""
     _first: int = field(init=False, repr=False)
     """Steps before the iteration that runs."""
 
@@ -99,30 +99,32 @@ class MixtureSampler:
         loader has drawn already.
         """
         first = self._drawn.step if step is None else step
-        what, do = "the step is drawn already, by other shares", f"change the shares from step {self._drawn.step} on"
-        refuse_first((first < self._drawn.step, what, f"step {first}, {self._drawn.step} are drawn", do))
+        if first < (drawn := self._drawn.step):
+            what, do = "the step is drawn already, by other shares", f"change the shares from step {drawn} on"
+            raise EvenloadError(what, f"step {first}, {drawn} are drawn", do)
         before = [point for point in self._points if point[0] < first]
         self._points = [*before, (first, self._checked(shares, before[-1][1] if before else self._points[0][1]))]
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """What a checkpoint keeps, ready for JSON: where the run is after so many steps, on any rank of any number.
 
-        None: behind all that is drawn, which a loader that reads ahead has not trained on. Raises EvenloadError for a
+        None: after all that is drawn, which a loader that reads ahead has not trained on. Raises EvenloadError for a
         step that is not drawn, or drawn too long ago.
         """
         place = self._drawn.step if step is None else step
         first, last = self._kept[0].step, self._kept[-1].step
-        what, do = "the sampler has no state of that step", f"ask for steps {first} to {last}"
-        refuse_first((not first <= place <= last, what, f"step {place}", do))
+        if not first <= place <= last:
+            do = f"ask for steps {first} to {last}"
+            raise EvenloadError("the sampler has no state of that step", f"step {place}", do)
         now = max(number for number, (first_step, _) in enumerate(self._points) if first_step <= place)
         points = [[first_step, dict(shares)] for first_step, shares in self._points[now:]]
-        return replace(self._kept[place - first], policy={"points": points}).state()
+        return replace(self._kept[place - first], shares_override={"points": points}).state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was asked for, by the shares of then; where domains have come or gone by those that
         were given here. Raises EvenloadError for a state that is damaged or of other data."""
         resumed = self._mixture.resume(state, self.seed)
-        same, points = list(state["here"]) == self._mixture.names, resumed.policy.get("points")
+        same, points = list(state["here"]) == self._mixture.names, resumed.shares_override.get("points")
         self._points = self._read(points) if same and points else [(0, self._checked(self.shares, {}))]
         self._go_on(resumed)
 
@@ -165,7 +167,7 @@ class MixtureSampler:
         refuse_first(
             (bool(unknown), f"there is no domain {shown(unknown)}", f"share {shares.get(unknown)}", hint),
             (bool(missing), "a domain has no share", ", ".join(missing), "give it one; 0 draws nothing"),
-            (bad, "a share is no number from 0 on", shorten(f"{whole}"), "give numbers that are 0 or more"),
+            (bad, "a share is not a number from 0 up", shorten(f"{whole}"), "give numbers that are 0 or more"),
             (not any(whole.values()), "nothing would be drawn of any domain", "shares 0", "give one a share above 0"),
         )
         return {name: float(whole[name]) for name in self.samples}

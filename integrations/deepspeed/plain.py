@@ -37,7 +37,7 @@ class PlainModel:
         self._model = build_model(recipe, attn_implementation="sdpa", experts_implementation="eager")
         self._model.to({"bf16": torch.bfloat16, None: torch.float32, "fp64": torch.float64}[dtype])
         self._parameters = dict(self._model.named_parameters())
-        for name in host.frozen:
+        for name in host.trained.frozen:
             self._parameters[name].requires_grad_(False)
         self._routers = Replayer(self._model)
         self.load(host.weights())
@@ -76,7 +76,7 @@ class PlainModel:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits behind every token of a sequence [L, V]."""
+        """Logits after every token of a sequence [L, V]."""
         row_1L = torch.tensor([tokens], device=next(iter(self._parameters.values())).device)
         logits_LV: Tensor = self._model(input_ids=row_1L, use_cache=False).logits[0]
         return logits_LV

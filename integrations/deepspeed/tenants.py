@@ -22,10 +22,7 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.places import linears_in
 from ...runtime.stage.offload import layers_of
 from ...runtime.world.agreement import everyone
-from ..host.scoring import LossCollector
-from ..host.step import Step
 from ..host.tenants import Tenants
-from ..host.trained import Passed
 from .engine.ds_config import SHARDED, ds_config
 from .engine.engine import prepare_deepspeed
 from .engine.frozen import blocks_of, linear_names, need_gradient, replay_first
@@ -37,12 +34,11 @@ from .pipeline.stage import stage_blocks
 
 
 class DataParallelTenants(Tenants):
-    """Adapters beside a frozen model without pipeline stages, under ZeRO 0, 1, 2 or 3. Ranks run different numbers of
+    """Adapters on a frozen model without pipeline stages, under ZeRO 0, 1, 2 or 3. Ranks run different numbers of
     micro-batches but under 3."""
 
     def __init__(self, host: DeepSpeedHost, model: Any) -> None:
-        super().__init__(host.device)
-        self._host = host
+        super().__init__(host.device, host.frozen_passes)
         names = linear_names(model)
         # Transformers' own hook for recomputation would have ZeRO 3 gather the embedding in every backward.
         model.disable_input_require_grads()
@@ -56,16 +52,12 @@ class DataParallelTenants(Tenants):
             enable_recomputing(module, layers)
             replay_first(layers)
 
-    def passes(self, step: Step, collector: LossCollector) -> Passed:
-        return self._host.frozen_passes(step, collector)
-
 
 class PipelineTenants(Tenants):
     """Each rank has the adapters of its own stage's layers; ranks of a stage own a run of each."""
 
     def __init__(self, host: PipelineHost, module: StageModule) -> None:
-        super().__init__(host.device)
-        self._host = host
+        super().__init__(host.device, host.frozen_passes)
         host.engine = frozen_engine(module, host.recipe, host.layout.dp)
         peers = host.adapter_peers()
         names = list(module.global_parameters())
@@ -75,9 +67,6 @@ class PipelineTenants(Tenants):
         self.adapters = Adapters(blocks, adapted, peers, torch.float32, host.device)
         if host.engine.is_first_stage():
             module.forward_funcs[0].register_forward_hook(need_gradient)
-
-    def passes(self, step: Step, collector: LossCollector) -> Passed:
-        return self._host.frozen_passes(step, collector)
 
 
 def frozen_engine(model: nn.Module, recipe: Recipe, world_size: int) -> Any:

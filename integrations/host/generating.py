@@ -28,12 +28,12 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
-from ...runtime.generate.dealing import Dealer, Dealing, Forwards, Ran, WholePrompts, agreed
+from ...runtime.generate.dealing import Dealer, Dealing, Forwards, GenerationStats, WholePrompts, agreed
 from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
 from ...runtime.generate.request import Completion, Generation, Request, Scoring, rules
 from ...runtime.generate.schedule import refuse_small_cache
 from ...runtime.world.agreement import Group, all_or_none, everyone, name_ranks, on_host, rank_and_size
-from .moving import Moves
+from .moving import Migration
 from .step import Mark
 
 Ending = Callable[[Completion], object]
@@ -94,15 +94,15 @@ def samples_of(
     if host.recipe.adapts:
         adapted = host.adapters.serving()
     with host.decoding() as decoder, adapted as serves:
-        moves = None
+        migration = None
         if dealt.forwards is not None and num_ranks > 1:
             in_step = decoder.goes_on is not bool
-            moves = Moves(dealer, dealing, dealt, settings, rank, in_step=in_step, arrived=at_start_of_border)
-        for sample in generate(own, settings, replace(_counting(decoder, work), serves=serves), moves):
+            migration = Migration(dealer, dealing, dealt, settings, rank, in_step=in_step, arrived=at_start_of_border)
+        for sample in generate(own, settings, replace(_counting(decoder, work), serves=serves), migration):
             samples.append(sample)
             mark("generation")
-            if moves:
-                moves.has(sample)
+            if migration:
+                migration.has(sample)
             if host.collects and sample.kept:
                 ended(sample)
             counted(count.add(host.collects))
@@ -111,8 +111,8 @@ def samples_of(
         counted(done)
     of_ranks = everyone((rank, samples, work if host.collects else None))
     works = {of: tuple(work) for of, _, work in of_ranks if work}
-    moved, again = (moves.moved, moves.moved_tokens) if moves else (0, 0)
-    dealer.ran(Ran(dealt.dealer, tuple(works[of] for of in range(num_ranks)), moved, again))
+    moved, again = (migration.moved, migration.moved_tokens) if migration else (0, 0)
+    dealer.ran(GenerationStats(dealt.dealer, tuple(works[of] for of in range(num_ranks)), moved, again))
     return _merged(samples for _, samples, _ in of_ranks)
 
 

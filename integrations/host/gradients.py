@@ -1,6 +1,6 @@
 """Gradients of samples, for selections by gradient (LESS, arXiv 2402.04333), by a model that is being trained.
 
-    g_s = d (mean loss of s) / d (A, B)        low-rank matrices beside the linear layers, fresh: A drawn, B zero
+    g_s = d (mean loss of s) / d (A, B)        low-rank matrices on the linear layers, fresh: A drawn, B zero
     projected = R g_s                          R: signs, a hash; see `runtime.adapters.projection`
     along u:  g_s . u  =  (loss_s(theta + e u) - loss_s(theta - e u)) / 2 e  + O(e^2)
 
@@ -26,10 +26,9 @@ from torch import Tensor
 from ...core.aliases import Floats
 from ...core.errors import refuse_first
 from ...core.plan.step_plan import StepPlan
-from ...core.recipe.adapter import Adapter
+from ...core.recipe.adapter import Adapter, TenantTrain
 from ...core.recipe.policies import rules_of_gradients
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.tenant import TenantTrain
 from ...runtime.adapters.by_sample import SampleGradients
 from ...runtime.adapters.peers import AdapterPeers
 from ...runtime.adapters.places import AdaptedBlock, AdapterState

@@ -35,7 +35,6 @@ from ...runtime.stage.executor import StageTrainer
 from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
-from ..reference.textbook import AdamState
 from .generating import Counted, Ending, samples_of
 from .gradients import FrozenModel, GradientScores, GradientSettings, opened
 from .scoring import (
@@ -49,7 +48,7 @@ from .scoring import (
 )
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
-from .trained import StepResult, Trained, Weights
+from .trained import StepResult, Trainable, Weights
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ class Host(ABC):
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
     collects: bool = True
     """Whether this rank takes down what the last layer gives: one of those that hold the model together does."""
-    trained: Trained
+    trained: Trainable
     scores_steps: bool = False
     """Fill `StepResult.scores`; adapters are trained without."""
     records_routes: bool = False
@@ -209,7 +208,7 @@ class Host(ABC):
         return samples_of(self, requests, settings, ended, counted, mark, dealer or Dealer())
 
     def gradient_scores(self, settings: GradientSettings) -> AbstractContextManager[GradientScores]:
-        """Inside, gradients of samples by low-rank matrices beside the model as it is, projected or along a direction.
+        """Inside, gradients of samples by low-rank matrices on the model as it is, projected or along a direction.
 
         No state changes: weights, gradients, optimizer, random states. Nothing else may run on the host meanwhile but
         `score`. Raises EvenloadError for a model or settings that cannot be.
@@ -254,15 +253,6 @@ class Host(ABC):
             for key, choices_LK in of_rank.items():
                 routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # -1: had no forward there
         return routes
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Global names of the parameters that keep their values (``train.freeze``), of the whole model."""
-        return self.trained.frozen
-
-    def optimizer_states(self) -> Mapping[str, AdamState]:
-        """What the optimizer holds, after a step, of every parameter that `gradients` names, whole, on the CPU."""
-        return self.trained.optimizer_states()
 
     def save(self, directory: Path) -> None:
         """Write model and optimizer into an existing empty directory."""

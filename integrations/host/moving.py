@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.aliases import Ints
 from ...core.errors import RankError
-from ...runtime.generate.dealing import Dealer, Dealing, Dealt, again
+from ...runtime.generate.dealing import Dealer, Dealing, SampleAssignment, again
 from ...runtime.generate.noise import stream_of
 from ...runtime.generate.request import Completion, Generation
 from ...runtime.generate.schedule import Running, Schedule
@@ -28,7 +28,7 @@ _COUNTING, _MOVING, _WRONG = "counts", "moves samples", "has other samples than 
 _ALL = (_COUNTING, _MOVING, _WRONG)
 
 
-class Moves:
+class Migration:
     """The borders of this rank's forwards. Made by all ranks together.
 
     Args:
@@ -43,7 +43,7 @@ class Moves:
         self,
         dealer: Dealer,
         dealing: Dealing,
-        dealt: Dealt,
+        dealt: SampleAssignment,
         settings: Generation,
         rank: int,
         *,
@@ -96,7 +96,7 @@ class Moves:
             self._dealing = replace(before, ranks=now)
         return True
 
-    def _use(self, dealt: Dealt) -> None:
+    def _use(self, dealt: SampleAssignment) -> None:
         assert dealt.forwards is not None
         self._dealt = dealt
         self.forwards = int(dealt.forwards.min() if self._in_step else dealt.forwards[self._rank])
@@ -151,6 +151,6 @@ class Moves:
 
 
 def _rows(samples: Sequence[Running]) -> Tensor:
-    """Tokens and log-probabilities of samples, one behind the other, float64 [2, N]."""
+    """Tokens and log-probabilities of samples, one after the other, float64 [2, N]."""
     columns = [row for sample in samples for row in zip(sample.new, sample.log_probs, strict=True)]
     return torch.tensor(columns, dtype=torch.float64).reshape(-1, 2).T.contiguous()

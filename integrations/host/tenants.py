@@ -11,8 +11,7 @@ finite, or whose data has other targets than were counted, is not updated, and n
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from ...runtime.attention.labels import Labels
 from ..reference.textbook import AdamState
 from .scoring import LossCollector, Scores, scores_of
 from .step import Step
-from .trained import Passed, StepResult, TenantResult, Trained
+from .trained import PassResult, StepResult, TenantResult, Trainable
 
 
 class Divided(NamedTuple):
@@ -51,19 +50,16 @@ def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, Divid
     return {tenant: Divided(int(targets[own].sum()), float(divisors[own].sum())) for tenant, own in owned.items()}
 
 
-class Tenants(Trained):
-    """The adapters of tenants; a subclass makes `adapters` and runs the passes."""
+class Tenants(Trainable):
+    """The adapters of tenants; a subclass makes `adapters`. ``passes``: this rank's, through the frozen model; their
+    losses go to the collector."""
 
     adapters: Adapters
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, passes: Callable[[Step, LossCollector], PassResult]) -> None:
+        self._device, self._passes = device, passes
         self._results: dict[int, TenantResult] = {}
         """Of the tenants of the last step; the update adds who fails in it."""
-
-    @abstractmethod
-    def passes(self, step: Step, collector: LossCollector) -> Passed:
-        """All passes of this rank; their losses go to the collector."""
 
     def begin(self, plan: StepPlan) -> None:
         self.adapters.begin(plan.tenants)
@@ -73,7 +69,7 @@ class Tenants(Trained):
         targets = targets_of_tenants(plan, step.labels)
         self.begin(plan)
         collector = LossCollector(len(plan.lengths), self._device)
-        executed, branches = self.passes(step, collector)
+        executed, branches = self._passes(step, collector)
         step.mark("gradient sum")
         with clock.noting("G"):
             weights = step.labels.weights.sums if step.labels and step.labels.weights else None

@@ -1,7 +1,7 @@
-"""What a host trains: the weights of its model (`Weights`), or adapters beside a frozen one (`tenants.Tenants`).
+"""What a host trains: the weights of its model (`Weights`), or adapters on a frozen one (`tenants.Tenants`).
 
 Weights may be frozen (`freeze`): they have no gradient and no state of the optimizer, and count in no norm. They stand
-in the model and in checkpoints as ever.
+in the model and in checkpoints as usual.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StepResult:
     entered together: on one machine they share the clock, between machines it is as good as the barrier before."""
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """What the passes of a rank came to."""
 
     executed: tuple[Slice, ...]
@@ -86,7 +86,7 @@ class Passed(NamedTuple):
     """Those that the plan does not show, in the words of `core.plan.branches`."""
 
 
-class Trained(ABC):
+class Trainable(ABC):
     """What the steps of a host move. All methods but `describe` are collective."""
 
     frozen: frozenset[str] = frozenset()
@@ -125,11 +125,11 @@ class Trained(ABC):
         """What it adds to the host's log line."""
 
     def close(self) -> None:
-        """Release what was put beside the model."""
+        """Release what was added to the model."""
         return
 
 
-class Weights(Trained):
+class Weights(Trainable):
     """The weights of a host's model."""
 
     @abstractmethod

@@ -54,8 +54,8 @@ def attention_of(model: Any) -> str:
 
 
 def set_attention(model: Any, name: str) -> str:
-    """Have a model's text attend by the implementation of this name, and all beside it, such as a tower of pictures, as
-    it did; the name of what the text attended by."""
+    """Have a model's text attend by the implementation of this name, and everything else, such as a tower of pictures,
+    as it did; the name of what the text attended by."""
     text, stock = model.config.get_text_config(), attention_of(model)
     parts = getattr(model.config, "sub_configs", None) or {}
     own = next((key for key in parts if getattr(model.config, key, None) is text), None)
@@ -152,4 +152,4 @@ def _refuse(
 def _longest(pack: Pack) -> int:
     """Tokens that the last query of some sequence sees, its prefix included; the same on all ranks that share it."""
     pieces = pack.shared.micro_batch.slices if pack.shared else pack.slices
-    return max([pack.max_seqlen, *(piece.stop for piece in pieces)])
+    return max([pack.longest, *(piece.stop for piece in pieces)])

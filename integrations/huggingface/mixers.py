@@ -170,7 +170,7 @@ def like_lengths(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _sizes(pack: Pack) -> list[int]:
-    """Slots of each sample, the padding behind it included, which nothing before it feels."""
+    """Slots of each sample, the padding after it included, which nothing before it feels."""
     return [end - first for first, end in pairwise(pack.segments)]
 
 

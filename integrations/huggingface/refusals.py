@@ -108,7 +108,7 @@ def refuse_left_padding(labels_BT: Tensor, spans: list[tuple[int, int]], *, move
         ),
         (
             bool(targets),
-            "the first token of a sample is a target behind left padding",
+            "the first token of a sample is a target after left padding",
             f"{targets} rows whose first label is not {IGNORE}: the model is to predict it from padding",
             f"pad on the right: tokenizer.padding_side = 'right', or set the first label of each sample to {IGNORE}",
         ),

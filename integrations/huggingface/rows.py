@@ -3,7 +3,7 @@
 Shape legend: B = rows, T = slots of a row, L = tokens of a sample, D = labels of a sample.
 
 An encoder-decoder has labels of a length of their own, which the model does not shift. Such a sample [2, max(L, D + 1)]
-has `ABSENT` where it has no token, and its labels one place to the right: so a target is a label behind the first place
+has `ABSENT` where it has no token, and its labels one place to the right: so a target is a label after the first place
 in every kind of sample, and a pack's labels are those that the loss looks at.
 """
 
@@ -24,14 +24,14 @@ ABSENT = -1
 """In the place of a token, where a sample has more labels than tokens."""
 
 _BESIDE = ("attention_mask", "position_ids", "token_type_ids", "decoder_input_ids")
-"""What a batch may have beside tokens and labels."""
+"""What a batch may have besides tokens and labels."""
 
 
 class PaddedForm(NamedTuple):
     """How the rows of a loop's batches look."""
 
     keys: frozenset[str]
-    """What they have beside ``input_ids`` and ``labels``."""
+    """What they have besides ``input_ids`` and ``labels``."""
     left: bool
     """Padding stands before the tokens."""
     fill: int

@@ -5,7 +5,7 @@ Shape legend: B = rows of the batch, T = slots of a row, L = tokens of a sample.
 Three forms are read: rows padded on either side under an ``attention_mask``; one flattened row [1, T] whose
 ``position_ids`` start again at 0 with each sample (TRL's padding-free collator, DataCollatorWithFlattening); and rows
 of neither kind, which are whole samples. A causal language model shifts labels by one, so the label of the first token
-of a sample is no target; where a batch makes it one (behind left padding, or behind another sample) it is refused.
+of a sample is no target; where a batch makes it one (after left padding, or after another sample) it is refused.
 Pure functions, on the device of the batch; what ranks refuse may be merged by `refusals.raise_together`.
 """
 
@@ -85,7 +85,7 @@ def with_all_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     kept_K = places_T[keep] if isinstance(keep, Tensor) else places_T[-keep:]
     if kept_K.shape != labels_BK.shape[1:] or not bool((kept_K.diff() > 0).all()):
         return batch
-    # A token's logits are held against the label behind its own.
+    # A token's logits are compared with the label after its own.
     labels_BT = torch.full_like(tokens_BT, IGNORE)
     labels_BT[:, kept_K[:-1] + 1] = labels_BK[:, 1:]
     return {key: value for key, value in batch.items() if key != "logits_to_keep"} | {"labels": labels_BT}

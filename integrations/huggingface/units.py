@@ -1,11 +1,11 @@
-"""Units of a loop's batch: rows that stay together, such as the two answers of a pair, cut out of it and put together.
+"""Units of a loop's batch: rows that stay together, such as the two answers of a pair, cut out of it and reassembled.
 
     rows of a batch of 3 pairs:  chosen 0, chosen 1, chosen 2, rejected 0, rejected 1, rejected 2
     rows of generated answers:   padding, prompt | completion, padding
 
 Row r of B units belongs to unit r mod B, which is how TRL's collators of pairs lay them out; single rows are units of
 one row. A row is one part [T] under ``attention_mask``, or a prompt and a completion, each under a mask of its own.
-What a batch has beside rows are values of a unit [B], such as log-probabilities of a reference or an advantage, and
+What a batch has besides rows are values of a unit [B], such as log-probabilities of a reference or an advantage, and
 numbers of a whole step [], such as the tokens that divide its loss.
 
 Shape legend: R = rows of a batch, B = its units, T = slots of a part, L = tokens of a part.
@@ -13,20 +13,26 @@ Shape legend: R = rows of a batch, B = its units, T = slots of a part, L = token
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError, refuse_first
+from ...core.plan.trie import trie_of
+from ...core.planning.trees import Branch
 from .samples import spans_of
 
 _MASK, _ANSWER, _PROMPT, _TOOLS = "attention_mask", "completion_mask", "prompt_mask", "tool_mask"
 _MASKS = ((_MASK,), (_PROMPT, _ANSWER))
 """Masks of the parts of a row, from left to right: one of these."""
+_TOKENS = (("input_ids",), ("prompt_ids", "completion_ids"))
+"""Their tokens, likewise."""
 _OF_PROMPT = "prompt"
 """How the names of what belongs to a prompt begin."""
 _IDS = "_ids"
@@ -46,6 +52,17 @@ class Answer(NamedTuple):
     """That are targets."""
 
 
+def _tokens_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return _TOKENS[_MASKS.index(_masks_of(row))]
+
+
+def _prompt_size(row: Mapping[str, Tensor]) -> int:
+    """Tokens of a row before its answer, of which there is one at least."""
+    size = sum(len(row[key]) for key in _tokens_of(row))
+    prompt = len(row[_PROMPT]) if _PROMPT in row else int(row[_ANSWER].argmax()) if _ANSWER in row else 0
+    return min(prompt, size - 1)
+
+
 def _masks_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     return next((masks for masks in _MASKS if all(isinstance(row.get(mask), Tensor) for mask in masks)), ())
 
@@ -63,6 +80,18 @@ class Unit:
     def lengths(self) -> list[int]:
         """How many tokens each row has."""
         return [sum(len(row[mask]) for mask in _masks_of(row)) for row in self.rows]
+
+    @property
+    def branch(self) -> Branch:
+        """What its rows compute where these share what they begin with; its trunk is the prompt that all have."""
+        if not all(key in row for row in self.rows for key in _tokens_of(row)):  # names of somebody's own
+            return Branch(sum(self.lengths), sum(n * (n + 1) // 2 for n in self.lengths))
+        rows = [np.concatenate([row[key].numpy() for key in _tokens_of(row)]) for row in self.rows]
+        trunk = rows[0][: min(map(_prompt_size, self.rows))]
+        alike = all(np.array_equal(row[: len(trunk)], trunk) for row in rows)
+        branching = trie_of(rows).branching
+        digest = hashlib.blake2b(trunk.tobytes(), digest_size=16).digest()
+        return Branch(sum(branching.lengths), branching.pairs, *((len(trunk), digest) if alike and len(trunk) else ()))
 
     @property
     def sizes(self) -> list[int]:
@@ -102,6 +131,18 @@ class Unit:
         # Log-probabilities of whole rows grow with their tokens.
         values = {key: value * part if value.is_floating_point() else value for key, value in self.values.items()}
         return Unit(tuple(rows), values)
+
+    def forked(self, base: Mapping[str, Tensor], least: int) -> Unit:
+        """This unit with rows that begin as another one: each has its tokens, but for so many last ones at least, one
+        more in each row."""
+        rows = []
+        for place in range(len(self.rows)):
+            row = {key: value.clone() for key, value in base.items()}
+            last = row[_tokens_of(row)[-1]]
+            changed = last[-min(least + place, len(last)) :] if least + place else last[:0]
+            changed.copy_(last.max() + last.min() - changed)
+            rows.append(row)
+        return Unit(tuple(rows), self.values)
 
     def to_bytes(self) -> Tensor:
         """The bytes that other ranks read it from, uint8."""

@@ -1,4 +1,4 @@
-"""The linear layers of a Megatron model that adapters can stand beside, under their Hugging Face names."""
+"""The linear layers of a Megatron model that can have adapters, under their Hugging Face names."""
 
 from __future__ import annotations
 

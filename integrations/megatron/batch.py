@@ -63,6 +63,8 @@ class PlannedBatches(Iterator[Batch]):
         self._routing = routing
         self.pack_multiple = 1
         """What the slots of a pack are divisible by: tp under sequence parallelism."""
+        self.trunks = False
+        """Slices that begin late continue others of their micro-batch."""
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
         self.executed: list[Slice] = []
@@ -87,6 +89,7 @@ class PlannedBatches(Iterator[Batch]):
             micro_batches, tokens_of, device, plane, routing or StepRouting(plan.lengths, labels=labels), labels
         )
         batches.numbers = plan.of_rank(dp_cp_rank)
+        batches.trunks = len(plan.trunks) > 0
         return batches
 
     def __len__(self) -> int:
@@ -100,6 +103,7 @@ class PlannedBatches(Iterator[Batch]):
             self._device,
             plane=plane,
             pack_multiple=self.pack_multiple,
+            trunks=self.trunks,
             **self._readers,
         )
         self.executed += pack.slices
@@ -127,7 +131,7 @@ def run_for_logits(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
 
 
 def collecting(run: ForwardStep, collect: Callable[[Pack, Tensor, dict[str, Tensor]], None]) -> ForwardStep:
-    """``run``, behind whose losses ``collect`` gets the pack, what the last stage gave of it, and the report."""
+    """``run``, after whose losses ``collect`` gets the pack, what the last stage gave of it, and the report."""
 
     def forward(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
         output, loss_func = run(batch, model)

@@ -37,7 +37,7 @@ from ..host.gradients import FrozenModel
 from ..host.host import Host
 from ..host.scoring import Collector, LossCollector, evaluating
 from ..host.step import Step, refuse_foreign
-from ..host.trained import Passed, Snapshots, StepResult, Trained, freeze, without_gradients
+from ..host.trained import PassResult, Snapshots, StepResult, Trainable, freeze, without_gradients
 from ..reference.textbook import AdamState
 from .adapted import adapter_peers, blocks_of
 from .base.plane import join_groups, leave_groups, links_of_device, open_plane
@@ -73,7 +73,7 @@ class MegatronHost(Host):
     """Of the layers with experts whose weights are trained."""
 
     def __init__(
-        self, recipe: Recipe, world: World, train: Callable[[MegatronHost, TransformerConfig], Trained]
+        self, recipe: Recipe, world: World, train: Callable[[MegatronHost, TransformerConfig], Trainable]
     ) -> None:
         check_recipe(recipe)
         self._version = check_host()
@@ -87,7 +87,7 @@ class MegatronHost(Host):
             self.close()
             raise
 
-    def _build(self, train: Callable[[MegatronHost, TransformerConfig], Trained]) -> None:
+    def _build(self, train: Callable[[MegatronHost, TransformerConfig], Trainable]) -> None:
         recipe, device = self.recipe, self.device
         self.dp_cp_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
@@ -111,7 +111,7 @@ class MegatronHost(Host):
         self.trained = train(self, config)
 
     def of_each_stage(self, own: T) -> list[T]:
-        # Beside the pipeline stages of all expert-parallel ranks their tensor-parallel peers are in the group.
+        # Besides the pipeline stages of all expert-parallel ranks their tensor-parallel peers are in the group.
         parts = super().of_each_stage((self.tp_rank, own))
         return [part for tp_rank, part in parts if tp_rank == self.tp_rank]
 
@@ -168,13 +168,13 @@ class MegatronHost(Host):
         for gpt in stages_of(self.model):
             forget_tokens(gpt)
 
-    def frozen_passes(self, step: Step, collector: LossCollector) -> Passed:
+    def frozen_passes(self, step: Step, collector: LossCollector) -> PassResult:
         """All passes of this rank through a model whose weights are frozen, in the executor."""
         self.refuse_foreign(step.plan)
         routing = StepRouting(step.plan.lengths, labels=step.labels)
         step.mark("forward and backward")
         with reaching_recomputed(self.model):
-            return Passed(self.carry_out(step, lower, self.forward_into(collector), routing))
+            return PassResult(self.carry_out(step, lower, self.forward_into(collector), routing))
 
     @contextmanager
     def frozen_model(self) -> Iterator[FrozenModel]:
@@ -224,6 +224,7 @@ class MegatronHost(Host):
                 prefix,
                 plane=plane,
                 pack_multiple=self.pack_multiple,
+                trunks=len(step.plan.trunks) > 0,
                 **readers,
             )
             return Batch(pack, seq_params(pack, routing=routing))

@@ -73,7 +73,7 @@ class PlainModel:
             layer.mlp.training = False  # Megatron's layer, alone of its parts, trains on divided tokens only
         self.routers = TextbookRouters(self._model, recipe.model.moe)
         self._parameters = dict(global_parameters(self._model))
-        for name in host.frozen:
+        for name in host.trained.frozen:
             self._parameters[name].requires_grad_(False)
         self.load(host.weights())
         self.routers.load(host.expert_biases())
@@ -167,7 +167,7 @@ class PlainModel:
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Logits behind every token of a sequence [L, V]. Collective over tensor-parallel ranks."""
+        """Logits after every token of a sequence [L, V]. Collective over tensor-parallel ranks."""
         self.routers.begin(as_lengths([len(tokens)]))
         logits_1LV = self._forward(torch.tensor(tokens, device=self._device), runtime_gather_output=True)
         self.routers.losses()  # which nobody wants

@@ -163,7 +163,7 @@ def reaching_recomputed(gpt: Any) -> Iterator[None]:
     """What the embedding gives needs a gradient, also where its weights are frozen.
 
     Megatron's checkpoints have a backward only where their input needs a gradient: without this, a recomputed layer
-    behind a frozen embedding would leave no gradients, silently.
+    after a frozen embedding would leave no gradients, silently.
     """
 
     def need_gradient(_: Any, __: Any, output: Tensor) -> Tensor:

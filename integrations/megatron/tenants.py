@@ -8,10 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.places import linears_in
-from ..host.scoring import LossCollector
-from ..host.step import Step
 from ..host.tenants import Tenants
-from ..host.trained import Passed
 from .adapted import adapter_peers, blocks_of
 from .host import MegatronHost
 from .model.gpt import DTYPES
@@ -19,11 +16,11 @@ from .model.weights import global_parameters
 
 
 class MegatronTenants(Tenants):
-    """The adapters of tenants beside this process's part of a model. Every plan runs in the executor."""
+    """The adapters of tenants on this process's part of a model. Every plan runs in the executor."""
 
     def __init__(self, host: MegatronHost, config: TransformerConfig) -> None:
-        super().__init__(host.device)
-        self._host, recipe = host, host.recipe
+        super().__init__(host.device, host.frozen_passes)
+        recipe = host.recipe
         for parameter in host.model.parameters():
             parameter.requires_grad_(False)
         names = [name for name, _ in global_parameters(host.model)]
@@ -33,6 +30,3 @@ class MegatronTenants(Tenants):
         linears = [name for stage in host.of_each_stage(linears_in(blocks)) for name in stage]
         dtype = torch.promote_types(DTYPES[recipe.train.dtype], torch.float32)
         self.adapters = Adapters(blocks, linears, adapter_peers(host.tp_rank), dtype, host.device)
-
-    def passes(self, step: Step, collector: LossCollector) -> Passed:
-        return self._host.frozen_passes(step, collector)

@@ -6,7 +6,7 @@
 
 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, decay in front of the step as torch has it.) Vectors, that is
 norms and biases, are not decayed. It knows no trainer, no rank and no shard: float64 tensors by name, so that a
-trainer's own optimizer, sharded and mixed in precision, can be held against it.
+trainer's own optimizer, sharded and mixed in precision, can be compared with it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 (LoRA, Hu et al., arXiv 2106.09685, without dropout.) W, dW: [outputs, inputs] of a linear layer, s: its scaling. Plain
 training of whole sequences gives dW, `textbook.AdamW` moves A and B. Nothing here knows of packs, hooks or other
-tenants, so what trains many tenants together can be held against it.
+tenants, so what trains many tenants together can be compared with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which token plain generation takes, written out in numpy: what the samples of a trainer are held against.
+"""Which token plain generation takes, written out in numpy: what the samples of a trainer are compared with.
 
     token = argmax_v (l_v / temperature + G_v)      over the tokens that top-k and top-p leave; l: logits
     G_v = -log(-log(u_v))                           u_v: the v-th output of SplitMix64, in (0, 1)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,19 +33,19 @@ from ...core.errors import EvenloadError, refuse_first
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import build_pack
 from ...runtime.world.agreement import rank_and_size
-from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import without_unread
 from ..huggingface.mixers import apart
-from ..unmodified.planned_loop import PlannedLoop, leave
+from ..unmodified.exact_number import into_exactly
+from ..unmodified.planned_loop import Loops, LoopSession
 from ..unmodified.planned_runs import is_checking, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
-from .multimodal.measured import short_samples, with_parts
-from .multimodal.step import IdleSample
+from .multimodal.step import FillerSample
 from .pack_loss import PackLoss
-from .planning import StepBatch, StepForm, chain_for, gather, reading, with_work, zero_stage_of
-from .proof import Call, Measurement, of_flattened, prove, weights_of, windows
+from .planning import StepForm, StepSamples, chain_for, gather, reading, with_work, zero_stage_of
+from .probe_samples import SamplePair, weights_of
+from .proof import Call, ProbeModel, prove
 from .supported import entered_module, outer_model, packs_fault, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
@@ -57,35 +56,42 @@ _BY_TRAINER = (
 )
 
 
-@dataclass(eq=False)
-class PlannedModel:
+@dataclass(eq=False, kw_only=True)
+class PlannedModel(LoopSession):
     """What evenload keeps for the one model of an Accelerator."""
 
+    name: str = NAME
     model: Any
     """The Hugging Face model inside what the Accelerator has prepared."""
-    planning: PlannedLoop
     loss: PackLoss
     stock_attention: str
-    handles: list[Any] = field(default_factory=list)
-    """Of hooks on the model."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
     hooked: bool = False
     watched: bool = False
     """The loop's own step has come to its backward: the next batch is planned."""
     form: StepForm | None = None
     """Of the batch that was measured."""
-    idles: list[IdleSample] = field(default_factory=list)
+    filler_samples: list[FillerSample] = field(default_factory=list)
     """Short samples with pictures, for packs that have none."""
-    windows: bool | None = None
+    sees_windows: bool | None = None
     """Attention is told of every window of the model; None: not measured yet."""
-    mixers: ExitStack = field(default_factory=ExitStack)
-    """What keeps samples of packs apart outside of attention."""
+
+    def __post_init__(self) -> None:
+        self.undo.callback(attention.set_attention, self.model, self.stock_attention)
+        self.undo.callback(setattr, self.model, "loss_function", self.loss.stock)
+        self.undo.callback(self.hooks.release)
+        self.model.loss_function = self.loss
+
+    def give_back(self, error: EvenloadError) -> None:
+        """Leave the loop as it is, of which nothing has been planned."""
+        self.close()
+        self.leave(error)
 
 
 _prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Hooks, by the models that Accelerators have prepared."""
-_loops: WeakKeyDictionary[Any, PlannedModel | None] = WeakKeyDictionary()
-"""By Accelerator; None where its loop stays as it is."""
+_loops: Loops[LoopSession] = Loops()
+"""By Accelerator."""
 
 _untrained: WeakSet[Any] = WeakSet()
 """Accelerators whose model was called as it is, since it was not in training mode."""
@@ -105,7 +111,7 @@ def prepare(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Reci
 def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`Accelerator.backward`, where a loop in which nothing is planned says so. Raises EvenloadError where another loss
     than a multiple of the model's own follows a planned forward."""
-    loop = _loops.get(accelerator)
+    loop = _planned_model(accelerator)
     if loop is None:
         if not is_inside(accelerator) and recipe.enabled() and accelerator not in _loops:
             idle = accelerator in _untrained
@@ -117,17 +123,17 @@ def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Rec
         return wrapped(*args, **kwargs)
     loss = args[0] if args else kwargs["loss"]
     if loop.loss.strayed is not None:
-        return _watched_backward(accelerator, loop, loss, lambda: wrapped(*args, **kwargs))
+        return _watched_backward(loop, loss, lambda: wrapped(*args, **kwargs))
     result, planned = loop.loss.run_backward(loss, lambda: wrapped(*args, **kwargs))
     if loop.hooked:
         loop.hooks.refuse_unlike()
     for one in planned:
         if one.plan is not None:
-            loop.planning.report(one.plan, packed=one.packed)
+            loop.report(one.plan, packed=one.packed)
     return result
 
 
-def _watched_backward(accelerator: Any, loop: PlannedModel, loss: Any, run: Callable[[], Any]) -> Any:
+def _watched_backward(loop: PlannedModel, loss: Any, run: Callable[[], Any]) -> Any:
     """A backward of the loop's own batches, before any of its batches is planned: the loop stays as it is where what it
     makes of the model's loss, or a hook of gradients, would not be exact on packs. Collective."""
     done: list[Any] = []
@@ -138,17 +144,10 @@ def _watched_backward(accelerator: Any, loop: PlannedModel, loss: Any, run: Call
     except EvenloadError as error:
         if not done:
             raise
-        _stay(accelerator, loop, error)
+        loop.give_back(error)
     else:
         loop.watched |= bool(seen)
     return done[0]
-
-
-def _stay(accelerator: Any, loop: PlannedModel, error: EvenloadError) -> None:
-    """Leave a loop as it is, of which nothing has been planned."""
-    _close(loop)
-    _loops[accelerator] = None
-    leave(NAME, None, error)
 
 
 @on_release
@@ -156,19 +155,8 @@ def release() -> None:
     """Give every model its own loss and attention back; for after the rows are off."""
     for handle in _prepared.values():
         handle.remove()
-    for loop in filter(None, _loops.values()):
-        _close(loop)
-    _loops.clear()
+    _loops.release()
     _prepared.clear()
-
-
-def _close(loop: PlannedModel) -> None:
-    for handle in loop.handles:
-        handle.remove()
-    loop.hooks.release()
-    loop.mixers.close()
-    loop.model.loss_function = loop.loss.stock
-    attention.set_attention(loop.model, loop.stock_attention)
 
 
 def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwargs: Any) -> Any:
@@ -186,8 +174,10 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     words = {key: value for key, value in call.items() if value is not None and value is not False}
     kept = {key: words.pop(key) for key in ("num_items_in_batch", "return_dict", "use_cache") if key in words}
     batch = without_unread(words, outer)
-    cache = {} if call.get("use_cache") is None else {"use_cache": call["use_cache"]}
-    loop = _loop(accelerator, recipe, batch, cache)
+    if accelerator not in _loops:
+        # Its caches may decide what the samples of a row see.
+        _begin(accelerator, recipe, batch, {} if call.get("use_cache") is None else {"use_cache": call["use_cache"]})
+    loop = _planned_model(accelerator)
     planned = None if loop is None else _planned(loop, batch, kept.get("num_items_in_batch"))
     if loop is None or planned is None:
         return None
@@ -196,20 +186,20 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     return (), planned | {key: value for key, value in kept.items() if key == "return_dict"}
 
 
-def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dict[str, Any]) -> PlannedModel | None:
-    """The loop of an Accelerator; None, once said why, where its model cannot be planned. Collective. ``cache``: what
-    it passes of caches, which may decide what the samples of a row see."""
-    if accelerator not in _loops:
-        # Also while it is measured, which calls the model.
-        _loops[accelerator] = None
-        try:
-            _loops[accelerator] = loop = _open(accelerator, recipe, batch, cache)
-            if not is_checking():
-                own = ref(accelerator)
-                loop.loss.strayed = lambda error: _stay(own(), loop, error)
-        except EvenloadError as error:
-            leave(NAME, None, error)
-    return _loops[accelerator]
+def _planned_model(accelerator: Any) -> PlannedModel | None:
+    """The loop of an Accelerator; None where nothing is planned in it."""
+    loop = _loops.get(accelerator)
+    return loop if isinstance(loop, PlannedModel) and not loop.stays else None
+
+
+def _begin(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dict[str, Any]) -> None:
+    """Find out whether the model of an Accelerator can be planned, and say why not. Collective."""
+    # Also while it is measured, which calls the model.
+    _loops[accelerator] = loop = LoopSession(name=NAME, stays=True)
+    try:
+        _loops[accelerator] = _open(accelerator, recipe, batch, cache)
+    except EvenloadError as error:
+        loop.leave(error)
 
 
 def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dict[str, Any]) -> PlannedModel:
@@ -257,16 +247,17 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dic
     half = accelerator.mixed_precision in ("bf16", "fp16")
     rows, stage = batch["input_ids"].shape[0], zero_stage_of(accelerator)
     chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True, micro_batch_size=rows)
-    loop = PlannedModel(model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), attention.attention_of(model))
+    loss, stock = PackLoss(model.loss_function), attention.attention_of(model)
+    loop = PlannedModel(planners=chain, model=model, loss=loss, stock_attention=stock)
     entered = entered_module(accelerator, accelerator._models[0])
-    loop.handles.append(entered.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
-    model.loss_function = loop.loss
+    loop.undo.callback(entered.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True).remove)
     try:
         _prove(loop, outer, entered, batch, cache, half=half)
     except EvenloadError:
-        _close(loop)
+        loop.close()
         raise
-    loop.handles.append(entered.register_forward_hook(loop.loss.after_forward, with_kwargs=True))
+    loop.undo.callback(entered.register_forward_hook(loss.after_forward, with_kwargs=True).remove)
+    loss.strayed = None if is_checking() else loop.give_back
     return loop
 
 
@@ -277,26 +268,21 @@ def _prove(
     first = _gathered(batch, loop, None)
     if first is None:
         raise EvenloadError("no token of the first batch has a target", "labels that are all -100", "give it others")
-    loop.form, kind = StepForm(True, parts=first.part_form), Measurement
-    if first.parts:
-        samples, parts, loop.idles = short_samples(first.samples.own, first.parts, loop.model.config)
-        kind = with_parts(kind, parts, first.part_form, left=False)
-    else:
-        samples = windows([*first.samples.own.values()])
-        kind = of_flattened(kind) if first.flattened else kind
+    loop.form = StepForm(True, parts=first.part_form)
+    pair, loop.filler_samples = SamplePair.of(first, loop.form, batch, loop.model.config)
 
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
-            loop.loss.weights_1T = weights_of(samples, times).to(inputs["input_ids"].device)
+            loop.loss.weights_1T = weights_of(pair.samples, times).to(inputs["input_ids"].device)
         outputs = outer(**inputs, **({} if attention.PACK in inputs else cache))
         return Call(outputs.loss, outputs)
 
-    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind)
+    proof = prove(pair.experiment, ProbeModel(loop.model, batch, compute, half=half, entered=entered))
     loop.loss.weights_1T = None
     if (fault := proof.fault) is not None:
         raise EvenloadError(fault.what, fault.found, _BY_TRAINER)
-    loop.windows = proof.windows
-    loop.mixers.enter_context(apart(proof.mixers))
+    loop.sees_windows = proof.sees_windows
+    loop.undo.enter_context(apart(proof.mixers))
 
 
 def _before_forward(loop: PlannedModel, module: Any, args: Any, kwargs: Any) -> None:
@@ -313,47 +299,43 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     loop.hooked = loop.hooks.watch(loop.model)
     try:
         step = _gathered(batch, loop, num_items)
+        if step is None:
+            return None
+        loop.hooked = step.hooked
+        loop.loss.strayed = None if loop.watched else loop.loss.strayed
+        if loop.loss.strayed is not None:
+            return None
+        loop.chain = with_work(loop.chain, loop.model, step)
+        plan = loop.plan_unless_even(step.samples)
     except EvenloadError as error:
-        leave(NAME, loop.planning, error)
-        return None
-    if step is None:
+        loop.leave(error)
         return None
     assert loop.form is not None
-    if step.part_form != loop.form.parts:
-        keys = ", ".join(key.name for key in step.part_form) or "nothing"
-        what, do = "other entries than the first batch had", "nothing needs to be done"
-        leave(NAME, loop.planning, EvenloadError(what, f"{keys} beside tokens", do))
+    if plan is None:
         return None
-    loop.hooked = step.hooked
-    loop.loss.strayed = None if loop.watched else loop.loss.strayed
-    if loop.loss.strayed is not None:
-        return None
-    loop.planning.chain = with_work(loop.planning.chain, loop.model, step)
-    try:
-        plan = loop.planning.plan(step.samples.lengths)
-    except EvenloadError as error:
-        leave(NAME, loop.planning, error)
-        return None
-    if stock := loop.planning.stock_instead(step.samples, plan):
-        loop.planning.report(stock)
-        return None
-    rows = into_exactly(plan, 1, loop.planning.chain.context.costs)
+    rows = into_exactly(plan, 1, loop.chain.context.costs)
     tokens = step.exchange(plan)
     (micro_batch,) = rows[rank_and_size()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
-    parts = step.parts_of_rank(loop.model, loop.form, tokens, plan, loop.idles)
+    parts = step.parts_of_rank(loop.model, loop.form, tokens, plan, loop.filler_samples)
     loop.loss.plan = plan
     loop.loss.packed = step.samples.packed(plan.limits) if step.flattened else None
     # A token's loss counts 1 over the divisor of the stock batch that its sample came in.
     return step.inputs_of(loop.form, loop.loss, parts)(pack)
 
 
-def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> StepBatch | None:
+def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> StepSamples | None:
     """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
     config = loop.model.config
     step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
-    if step is not None and step.windows is not None and loop.windows is False:
-        raise EvenloadError(step.windows.what, step.windows.found, _BY_TRAINER)
-    if step is not None and step.parts and step.parts.fault:
+    if step is None:
+        return None
+    if step.unseen is not None and loop.sees_windows is False:
+        raise EvenloadError(step.unseen.what, step.unseen.found, _BY_TRAINER)
+    if step.parts and step.parts.fault:
         raise step.parts.fault
+    if loop.form is not None and step.part_form != loop.form.parts:
+        keys = ", ".join(key.name for key in step.part_form) or "nothing"
+        what, do = "other entries than the first batch had", "nothing needs to be done"
+        raise EvenloadError(what, f"{keys} in addition to tokens", do)
     return step

@@ -54,7 +54,7 @@ class GradientHooks:
             raise EvenloadError(
                 "a hook on a parameter changes gradients, and not in proportion to them",
                 f"{fault}, on rank {rank}",
-                "change gradients once, behind the last backward of a step (Trainer: on_pre_optimizer_step of a "
+                "change gradients once, after the last backward of a step (Trainer: on_pre_optimizer_step of a "
                 "callback), or leave evenload off",
             )
         self.are_known = True

@@ -22,15 +22,15 @@ from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.pack import IGNORE, Pack
 from ...runtime.world.agreement import everyone, rank_and_size
 from ...runtime.world.exchange import exchange_bytes
-from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
 from ..huggingface.inputs import inputs_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, refuse_reach, shape_near, shape_of
 from ..huggingface.refusals import raise_together
 from ..huggingface.rows import PaddedForm, rows_of, split_pairs
 from ..huggingface.samples import reach, split, with_all_labels, with_plain_positions
 from ..unmodified.planned_loop import GlobalBatch
-from .multimodal.parts import NO_PARTS, PartForm, Parts, split_parts
-from .multimodal.step import BroughtParts, IdleSample, PartsOfRank, StepParts, to_bytes
+from ..unmodified.section import KEY, parse_section, recipe_of
+from .multimodal.parts import NO_PARTS, PartForm, ReadParts, split_parts
+from .multimodal.step import BroughtParts, FillerSample, PartsOfRank, StepParts, to_bytes
 from .multimodal.work import seconds_beside, towers_of
 from .pack_loss import PackLoss
 from .supported import inner_model
@@ -48,11 +48,11 @@ class StepForm(NamedTuple):
     left: bool = False
     """Rows of these are padded on the left."""
     parts: PartForm = ()
-    """What samples have beside tokens."""
+    """What samples have besides tokens."""
 
 
 @dataclass(frozen=True, eq=False)
-class StepBatch:
+class StepSamples:
     """The samples of one optimizer step, and what the loop does with them."""
 
     samples: GlobalBatch[Tensor]
@@ -63,7 +63,7 @@ class StepBatch:
     """How the rows of the script's batches look."""
     flattened: bool
     """Some rows hold several samples."""
-    windows: EvenloadError | None
+    unseen: EvenloadError | None
     """Why the model does not see the whole of each sample; None: it does."""
     divisors: tuple[float, ...]
     """What a stock run divides the loss of each sample by."""
@@ -72,9 +72,9 @@ class StepBatch:
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
     changed: bool
-    """The model of some rank is not put together as it was."""
+    """The model of some rank is no longer composed as it was."""
     parts: StepParts | None
-    """What samples have beside tokens; None: nothing."""
+    """What samples have besides tokens; None: nothing."""
 
     @property
     def part_form(self) -> PartForm:
@@ -88,15 +88,15 @@ class StepBatch:
         return {i: part.cpu().view(torch.int64).view(2, -1).numpy() for i, part in parts.items()}
 
     def parts_of_rank(
-        self, model: Any, form: StepForm, samples: Mapping[int, Any], plan: StepPlan, idles: Sequence[IdleSample]
+        self, model: Any, form: StepForm, samples: Mapping[int, Any], plan: StepPlan, fillers: Sequence[FillerSample]
     ) -> PartsOfRank | None:
         """The parts of the samples of which this rank computes some, which `exchange` gave. Collective."""
         if self.parts is None:
             return None
         # Numbers below 0 count as padding, which in packs nobody attends to.
-        first_idle = -len(idles) if form.packs else len(plan.lengths)
+        first_filler = -len(fillers) if form.packs else len(plan.lengths)
         parts = self.parts.exchange(plan, self.samples)
-        return PartsOfRank(model, form.parts, samples, parts, idles, first_idle, plan.limits.round_tokens)
+        return PartsOfRank(model, form.parts, samples, parts, fillers, first_filler, plan.limits.round_tokens)
 
     def inputs_of(
         self, form: StepForm, loss: PackLoss | None, parts: PartsOfRank | None = None
@@ -115,28 +115,27 @@ class StepBatch:
         return of_pack
 
 
-class Read(NamedTuple):
+class ParsedBatch(NamedTuple):
     """One batch as it came to a step, cut into samples."""
 
-    samples: Sequence[Tensor]
-    """int64 [2, L] each, tokens and labels."""
-    reach: int
+    samples: Sequence[Tensor] = ()
+    """int64 [2, L] each, tokens and labels. Those without a target are left out: they give no gradient."""
+    reach: int = 0
     """Positions that a stock run of the batch has."""
-    has_mask: bool
-    rows: PaddedForm | None
-    """How its rows look; None where it has none."""
-    flattened: bool
+    divisor: float = 0.0
+    """What the loop divides the loss of the batch by."""
+    has_mask: bool = False
+    rows: PaddedForm = PaddedForm(frozenset(), left=False, fill=0, start=None)
+    """How its rows look."""
+    flattened: bool = False
     """Some rows hold several samples."""
-    divisor: float | None
-    """What the loop divides the loss of the batch by; None: the number of its targets."""
-    error: EvenloadError | None
+    parts: ReadParts = NO_PARTS
+    """What its samples have besides tokens and labels."""
+    error: EvenloadError | None = None
     """Why it cannot be cut, for all ranks to raise together."""
-    form: PartForm = ()
-    parts: Sequence[Parts] = ()
-    """What its samples have beside tokens and labels."""
 
 
-def reading(batch: Any, config: Any, num_items: Any) -> Callable[[], Read]:
+def reading(batch: Any, config: Any, num_items: Any) -> Callable[[], ParsedBatch]:
     """What cuts one batch of a loop for a model of this config, once it has come to the host: what is written to its
     tensors later changes nothing.
 
@@ -148,12 +147,11 @@ def reading(batch: Any, config: Any, num_items: Any) -> Callable[[], Read]:
     return lambda: _read(coming, config, divisor)
 
 
-def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
+def _read(coming: dict[str, Any], config: Any, divisor: Any) -> ParsedBatch:
     if isinstance(divisor, ToHost):  # the last to leave: the others have come before it
         divisor = divisor.read()
     read = {key: value.read() if isinstance(value, ToHost) else value for key, value in reversed(coming.items())}
     here = with_plain_positions(with_all_labels(read))
-    divisor, has_mask = None if divisor is None else float(divisor), "attention_mask" in here
     try:
         pairs = getattr(config, "is_encoder_decoder", False)
         parts = NO_PARTS if pairs else split_parts(here, config)
@@ -161,89 +159,80 @@ def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
         own = split_pairs(here, config) if pairs else split(here, rotary=is_rotary(config))
         of_samples = parts.of_samples(len(own))
     except EvenloadError as error:
-        return Read((), 0, has_mask, None, False, divisor, error)
+        return ParsedBatch(error=error)
     except Exception as error:  # of batches that nobody here has seen
         what, do = "a batch cannot be read as samples", "leave evenload off for this script"
-        return Read((), 0, has_mask, None, False, divisor, EvenloadError(what, f"{type(error).__name__}: {error}", do))
-    samples, rows = [torch.stack([*sample]) for sample in own], PaddedForm.of(here, config)
-    return Read(
-        samples,
+        return ParsedBatch(error=EvenloadError(what, f"{type(error).__name__}: {error}", do))
+    samples = [torch.stack([*sample]) for sample in own]
+    chosen = [*map(_is_computed, samples)]
+    return ParsedBatch(
+        [*compress(samples, chosen)],
         reach(here),
-        has_mask,
-        rows,
+        sum(map(num_targets, samples)) if divisor is None else float(divisor),
+        "attention_mask" in here,
+        PaddedForm.of(here, config),
         len(samples) > len(here["input_ids"]),
-        divisor,
-        None,
-        parts.form,
-        of_samples,
+        ReadParts(parts.form, [*compress(of_samples, chosen)]),
     )
 
 
 class _Brought(NamedTuple):
     """What a rank tells the others of its batches."""
 
-    errors: list[EvenloadError | None]
+    batches: list[ParsedBatch]
+    """Without their samples."""
     lengths: list[list[int]]
-    divisors: list[float]
-    reach: int
+    parts: BroughtParts
     hooked: bool
     changed: bool
-    left: bool
-    flattened: bool
-    parts: BroughtParts
 
 
-def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False, changed: bool = False) -> StepBatch | None:
-    """The samples of all ranks; None if no batch of any has a target. Collective. Samples without a target are left
-    out: they give no gradient.
+def gather(
+    batches: Sequence[ParsedBatch], config: Any, *, hooked: bool = False, changed: bool = False
+) -> StepSamples | None:
+    """The samples of all ranks; None if no batch of any has a target. Collective.
 
     Args:
         batches: of this rank in the step.
         config: of the model.
         hooked: hooks of this rank may change gradients.
-        changed: the model is not put together as it was.
+        changed: the model is no longer composed as it was.
 
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
-    model's rotary tables depend on what a sample stands beside.
+    model's rotary tables depend on what a sample stands next to.
     """
-    chosen = [[*map(_is_computed, one.samples)] for one in batches]
-    own = [[*compress(one.samples, which)] for one, which in zip(batches, chosen, strict=True)]
-    own_parts = [[*compress(one.parts, which)] for one, which in zip(batches, chosen, strict=True)]
-    content = [[*map(to_bytes, parts)] for parts in own_parts]
-    brought = BroughtParts.of({key for one in batches for key in one.form}, own_parts, content)
-    divisors = [sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]
-    lengths, errors = [[sample.shape[1] for sample in samples] for samples in own], [one.error for one in batches]
-    forms = [one.rows for one in batches if one.rows is not None]
-    far, left = max((one.reach for one in batches), default=0), any(form.left for form in forms)
-    own_flat = any(one.flattened for one in batches)
-    own_row = (errors, lengths, divisors, far, hooked, changed, left, own_flat, brought)
-    of_ranks = [_Brought(*row) for row in everyone(own_row)]
-    raise_together(error for one in of_ranks for error in one.errors if error is not None)
+    content = [[*map(to_bytes, one.parts.of_rows)] for one in batches]
+    lengths = [[sample.shape[1] for sample in one.samples] for one in batches]
+    without_tensors = [one._replace(samples=(), parts=NO_PARTS) for one in batches]
+    parts = BroughtParts.of([one.parts for one in batches], content)
+    of_ranks = everyone(_Brought(without_tensors, lengths, parts, hooked, changed))
+    of_batches = [one for of_rank in of_ranks for one in of_rank.batches]
+    raise_together(one.error for one in of_batches if one.error is not None)
     rank, _ = rank_and_size()
-    samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank)
+    samples = GlobalBatch.of([one.lengths for one in of_ranks], [one.samples for one in batches], rank)
     if not samples.places:
         return None
-    longest, windows = int(samples.lengths.max()), None
-    refuse_reach(config, longest, max(one.reach for one in of_ranks), LENGTHS)
+    longest, unseen = int(samples.lengths.max()), None
+    refuse_reach(config, longest, max(one.reach for one in of_batches), LENGTHS)
     try:
         refuse_lengths(config, longest, longest, LENGTHS, windows=False)
     except EvenloadError as error:
-        windows = error
-    return StepBatch(
+        unseen = error
+    return StepSamples(
         samples,
         any(one.has_mask for one in batches),
-        forms[-1]._replace(left=any(one.left for one in of_ranks)),
-        any(one.flattened for one in of_ranks),
-        windows,
-        tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
-        tuple(len(one.lengths) for one in of_ranks),
+        batches[-1].rows._replace(left=any(one.rows.left for one in of_batches)),
+        any(one.flattened for one in of_batches),
+        unseen,
+        tuple(of_ranks[rank].batches[k].divisor for rank, k, _ in samples.places),
+        tuple(len(one.batches) for one in of_ranks),
         any(one.hooked for one in of_ranks),
         any(one.changed for one in of_ranks),
-        StepParts.of([one.parts for one in of_ranks], samples, own_parts, content),
+        StepParts.of([one.parts for one in of_ranks], samples, [one.parts.of_rows for one in batches], content),
     )
 
 
-def refuse_divisors(batch: StepBatch, num_items: Any) -> None:
+def refuse_divisors(batch: StepSamples, num_items: Any) -> None:
     """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
     divisors = sorted(set(batch.divisors))
     refuse_first(
@@ -258,10 +247,11 @@ def refuse_divisors(batch: StepBatch, num_items: Any) -> None:
 
 def _is_computed(sample: Tensor) -> bool:
     """Whether a sample gives a gradient."""
-    return _num_targets(sample) > 0
+    return num_targets(sample) > 0
 
 
-def _num_targets(sample: Tensor) -> int:
+def num_targets(sample: Tensor) -> int:
+    """Targets of a sample [2, L]."""
     return int((sample[1, 1:] != IGNORE).sum())
 
 
@@ -311,8 +301,8 @@ def chain_for(
     return chain.in_rows(rows) if rows else chain
 
 
-def with_work(chain: PlanChain, model: Any, batch: StepBatch) -> PlanChain:
-    """The chain of a step, with what its samples have beside tokens weighed."""
+def with_work(chain: PlanChain, model: Any, batch: StepSamples) -> PlanChain:
+    """The chain of a step, with what its samples have besides tokens weighed."""
     costs, values = chain.context.costs, batch.parts.values if batch.parts else ()
     if not values and not costs.beside:
         return chain

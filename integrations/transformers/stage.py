@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -35,29 +35,6 @@ def _reduction(engine: Any, num_backwards: int) -> Any:
     from ..deepspeed.engine.engine import OneReduction  # imports DeepSpeed, which other Trainers need not have
 
     return OneReduction(engine, num_backwards)
-
-
-class TakenBatch(NamedTuple):
-    """A batch that came to `Trainer.training_step`."""
-
-    inputs: Any
-    """As the model would have got it."""
-    num_items: Any
-    reading: Callable[[], Any]
-    """Cuts it, as it was when it came, into what is planned: samples, or units where these stay together."""
-
-
-class StepPasses(NamedTuple):
-    """What a rank runs of a plan."""
-
-    call: Callable[[dict[str, Any]], Tensor]
-    """The Trainer's own ``training_step`` of a batch."""
-    samples: dict[int, Any]
-    """Tokens and labels [2, L] of what this rank computes, by number."""
-    inputs_of: Callable[[Pack], dict[str, Any]]
-    """The batch of a micro-batch."""
-    hooked: bool
-    """Gradients of parameters go through hooks on some rank."""
 
 
 class TrainerStage(StageTrainer):
@@ -146,7 +123,7 @@ class TrainerStage(StageTrainer):
             own, taken = self._inputs[key], kwargs.get(key)
             if own._version != self._versions[key] or not (taken is own or _is_copy(taken, own)):
                 raise EvenloadError(
-                    "batches are changed behind Trainer.training_step, where they are packs",
+                    "batches are changed inside Trainer.training_step, where they are packs",
                     f"{type(self._trainer).__name__} calls the model with other {key}",
                     "change batches before super().training_step, or leave evenload off for this script",
                 )
@@ -168,15 +145,6 @@ def reducing(accelerator: Any, model: Any, reduces: bool) -> Iterator[None]:
             yield
     finally:
         state._set_sync_gradients(updates)
-
-
-def run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
-    """The batches of a step one by one, as a run without evenload has them."""
-    loss = torch.zeros((), device=trainer.args.device)
-    for number, one in enumerate(taken, 1):
-        with reducing(trainer.accelerator, model, number == len(taken)):
-            loss = loss + call(one.inputs, one.num_items)
-    return loss
 
 
 @contextmanager

@@ -193,11 +193,16 @@ def virtual_tokens(model: Any) -> EvenloadError | None:
     )
 
 
-def warn_of_dropout(model: Any) -> None:
-    """Say that dropout draws other masks than in a run without evenload."""
+def dropouts(model: Any) -> list[str]:
+    """What of a model drops values, by name."""
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]
     dropped = [name for name, layer in layers if getattr(layer, "p", 0.0)]
     sources = [vars(layer) for layer in model.modules()] + [vars(model.config)]
     dropped += [key for key in ATTENTION_DROPOUT if any(one.get(key) for one in sources)]
-    if dropped:
+    return dropped
+
+
+def warn_of_dropout(model: Any) -> None:
+    """Say that dropout draws other masks than in a run without evenload."""
+    if dropped := dropouts(model):
         log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)

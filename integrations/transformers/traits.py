@@ -31,7 +31,7 @@ def rules(recipe: Recipe) -> list[Rule]:
     return [
         (
             recipe.adapts,
-            "trainer transformers trains no adapters of tenants beside each other",
+            "trainer transformers trains no adapters of several tenants together",
             "plugins.lora.enabled true",
             "use trainer: megatron or deepspeed, or disable it",
         ),
@@ -68,6 +68,5 @@ TRANSFORMERS = Trainer(
     first_imports=("transformers", "accelerate"),
     planned_where="train by transformers.Trainer, or by a trainer made from it",
     patches=("evenload.patches.ranks", "evenload.patches.transformers"),
-    audits=("evenload.patches.ranks", "evenload.patches.audit"),
     says=lambda recipe: (f"TrainingArguments: gradient_checkpointing={recipe.train.recompute}",),
 )

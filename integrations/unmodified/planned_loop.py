@@ -1,8 +1,9 @@
 """The one seam of loops that nobody edits: a global batch in, the same plan on every rank out, and word of the step.
 
-Whatever a loop is, its batch is planned here alone: on every rank, compared on all of them under the true number of
-the step before a token moves, and a refusal of one rank is raised on all. Planning is in line: a loop hands its batches
-over when it trains them, not before. So what a plan gains is weighed against what it takes (`InLine`).
+Under every loop is a `LoopSession`, to which the loop adds what its host makes different. Whatever that is, a batch is
+planned here alone: on every rank, compared on all of them under the true number of the step before a token moves, and a
+refusal of one rank is raised on all. Planning is in line: a loop hands its batches over when it trains them, not
+before. So what a plan gains is weighed against what it takes (`SyncPlanning`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch.distributed as dist
 
 from ...core.errors import EvenloadError, RankError, RequestError
 from ...core.plan.limits import Limits
@@ -22,15 +26,26 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.gains import stock_as_good
 from ...core.planning.judge import outcome_of
 from ...core.planning.notes import warn_once
-from ...core.planning.stages import InLine
+from ...core.planning.stages import SyncPlanning
 from ...core.planning.stock import packed_plan
 from ...runtime.experts.history import learned
 from ...runtime.world.agreement import agree, everyone, rank_and_size
+from ...runtime.world.plane import Plane
 from .planned_runs import report_idle, report_step
 
 log = logging.getLogger("evenload")
 
 Sample = TypeVar("Sample")
+
+
+class Closable(Protocol):
+    """Process groups with what they carry."""
+
+    def close(self) -> None: ...
+
+
+Group = TypeVar("Group", bound=Closable)
+Session = TypeVar("Session", bound="LoopSession")
 
 Place = tuple[int, int, int]
 """(rank, micro-batch of the rank, row of the micro-batch) of a sample."""
@@ -92,41 +107,26 @@ class GlobalBatch(Generic[Sample]):
         return numbers
 
 
-def leave(name: str, loop: PlannedLoop | None, error: EvenloadError) -> None:
-    """Say once that a batch of the loop of this name runs as it is; every rank calls it.
-
-    Args:
-        loop: the loop; None before anything of it is planned.
-
-    Raises EvenloadError where plans are required, and where nothing about the batch is wrong: a rank is missing or
-    holds another plan, or the recipe cannot be followed.
-    """
-    if isinstance(error, (RankError, RequestError)):
-        raise error
-    why = f"{error.what} ({error.found})"
-    if loop is None or not loop.has_run:
-        report_idle(name, why, error.do)
-    elif error.what not in loop.warned and rank_and_size()[0] == 0:
-        log.warning("a batch of %s runs as it is: %s; %s", name, why, error.do)
-    if loop is not None:
-        loop.warned.add(error.what)
-
-
-@dataclass(eq=False)
-class PlannedLoop:
-    """The planning of one loop from step to step, alike on all ranks."""
+@dataclass(eq=False, kw_only=True)
+class LoopSession:
+    """A loop that nobody edits, from its first batch until evenload is off: what plans it, what has run and been said,
+    the process groups that its ranks open, and what its host gets back. The same on all ranks."""
 
     name: str
     """What its users call the loop."""
-    chain: PlanChain
-    """The planners, with the costs of the live model."""
-    in_line: InLine = field(default_factory=InLine)
+    planners: PlanChain | None = None
+    """With the costs of the live model; None as long as it is not known whether anything can be planned."""
+    stays: bool = False
+    """Its batches run as they are, this one and all later ones."""
+    sync_planning: SyncPlanning = field(default_factory=SyncPlanning)
     steps: int = 0
     """How many steps have been planned."""
     warned: set[str] = field(default_factory=set)
     """Reasons of which rank 0 has warned."""
-    tell: Callable[[PlannedLoop], object] = lambda loop: None
-    """Hands the numbers of a step to the tracker of its host."""
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Gives the host back what the loop has changed of it, and closes process groups."""
+    _groups: dict[Callable[[], Any], Any] = field(default_factory=dict)
+    """Process groups, by what opened them."""
     _began_s: float | None = None
     """When the last step began, by `time.perf_counter`."""
     _times_s: dict[str, float] = field(default_factory=dict)
@@ -137,6 +137,57 @@ class PlannedLoop:
     """What the last batch was planned with, and its plan."""
     _stock: tuple[StepPlan, StepPlan | None] | None = None
     """A plan of even samples, and the stock plan where that is as good."""
+
+    @property
+    def chain(self) -> PlanChain:
+        """The planners, where something can be planned."""
+        assert self.planners is not None
+        return self.planners
+
+    @chain.setter
+    def chain(self, chain: PlanChain) -> None:
+        self.planners = chain
+
+    def group(self, make: Callable[[], Group]) -> Group:
+        """What ``make`` makes of process groups: once for the loop, and closed with it. Collective the first time."""
+        if make not in self._groups:
+            opened = self._groups[make] = make()
+            self.undo.callback(lambda: opened.close() if dist.is_initialized() else None)
+        group: Group = self._groups[make]
+        return group
+
+    def plane_of(self, plan: StepPlan, make: Callable[[], Plane]) -> Plane | None:
+        """What the micro-batches of a plan are shared over; None where it shares none. Collective."""
+        if not plan.shared:
+            return None
+        plane = self.group(make)
+        plane.node_ranks = plan.limits.node_ranks
+        return plane
+
+    def tell(self) -> None:
+        """Hand the `numbers` of a reported step to the tracker of the host, where that is not asked for them."""
+
+    def close(self) -> None:
+        """Give the host back what it had, whose batches run as they are from now on. Collective where process groups
+        are open."""
+        self.undo.close()
+        self.stays, self._ran = True, None
+
+    def leave(self, error: EvenloadError) -> None:
+        """Say once that a batch runs as it is; every rank calls it.
+
+        Raises EvenloadError where plans are required, and where nothing about the batch is wrong: a rank is missing or
+        holds another plan, or the recipe cannot be followed.
+        """
+        if isinstance(error, (RankError, RequestError)):
+            raise error
+        why = f"{error.what} ({error.found})"
+        if not self.has_run:
+            report_idle(self.name, why, error.do)
+        elif error.what not in self.warned and rank_and_size()[0] == 0:
+            log.warning("a batch of %s runs as it is: %s; %s", self.name, why, error.do)
+        if self.planners is not None:
+            self.warned.add(error.what)
 
     def plan(self, lengths: Lengths, planner: Callable[[PlanChain, Lengths], StepPlan] | None = None) -> StepPlan:
         """The plan of the next step. Collective.
@@ -169,6 +220,18 @@ class PlannedLoop:
         self._times_s["plan_s"] = time.perf_counter() - begin_s
         return plan
 
+    def plan_unless_even(self, batch: GlobalBatch[Any]) -> StepPlan | None:
+        """`plan`; None where all samples are of one length and the stock step, which is reported then, is as good."""
+        plan = self.plan(batch.lengths)
+        if not batch.is_even(rank_and_size()[1]):
+            return plan
+        if self._stock is None or self._stock[0] is not plan:
+            self._stock = plan, stock_as_good(self.chain, plan)
+        if (stock := self._stock[1]) is None:
+            return plan
+        self.report(stock)
+        return None
+
     @property
     def has_run(self) -> bool:
         """Whether a step has run by its plan."""
@@ -190,19 +253,11 @@ class PlannedLoop:
         }
         return {f"evenload/{name}": float(value) for name, value in (self._times_s | predicted).items()}
 
-    def stock_instead(self, batch: GlobalBatch[Any], plan: StepPlan) -> StepPlan | None:
-        """The stock plan of a batch of even samples where it is as good as theirs; None: the plan runs."""
-        if not batch.is_even(rank_and_size()[1]):
-            return None
-        if self._stock is None or self._stock[0] is not plan:
-            self._stock = plan, stock_as_good(self.chain, plan)
-        return self._stock[1]
-
     def _planned(self, lengths: Lengths) -> StepPlan:
         """The plan of a batch, which is the last one's where lengths and costs are."""
         if self._last and self._last[0] is self.chain and np.array_equal(self._last[1].lengths, lengths):
             return self._last[1]
-        plan = self.in_line.plan(self.chain, lengths)
+        plan = self.sync_planning.plan(self.chain, lengths)
         self._last = self.chain, plan
         return plan
 
@@ -220,6 +275,16 @@ class PlannedLoop:
         """
         report_step(self.name, self.chain, plan, micro_batch_size=micro_batch_size, packed=packed, loads=loads)
         self._ran = self.chain, plan
-        self.tell(self)
+        self.tell()
         if loads is not None:
             self.chain = learned(self.chain, loads)
+
+
+class Loops(WeakKeyDictionary[Any, Session]):
+    """The sessions of one kind of loop, by what runs each in its host."""
+
+    def release(self) -> None:
+        """Close them all; for after the patch rows are off."""
+        for session in list(self.values()):
+            session.close()
+        self.clear()

@@ -80,7 +80,7 @@ def report_step(
     folder.write_steps(_rank(), dict(_steps), _exercised.plugins)
     if _rank() == 0 and _steps.total() == 1:
         if is_checking():
-            folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size, packed)})
+            folder.write_record("check", {"loop": loop, **gains(chain, plan, micro_batch_size, packed)})
         else:
             with suppress(EvenloadError):  # a word about a step ends none
                 stock = own_step(chain, plan, micro_batch_size, packed)
@@ -94,7 +94,7 @@ def _say_first(loop: str, chain: PlanChain, plan: StepPlan, stock: StepPlan, row
     costs = f" (costs={recipe.costs}, cluster={recipe.cluster})" if recipe else ""
     print(
         f"evenload: planned the first step of {loop} with {plugins}: {plan.num_padded_tokens:,} tokens instead of "
-        f"{stock.num_padded_tokens:,}, {rows}predicted {stock_s / plan_s:.2f}x as fast{costs}. "
+        f"{stock.num_padded_tokens:,}, {rows}predicted speedup {stock_s / plan_s:.2f}x{costs}. "
         "To turn evenload off, run the command without it.",
         file=sys.__stderr__,
         flush=True,
@@ -159,7 +159,7 @@ def watch_process() -> None:
 def _end_before_update(*_: Any) -> None:
     if not _steps and not _idle:
         why = "no loop that evenload knows has reached a step before the first update"
-        report_idle("this script", why, "see docs/switching_on.md for the loops that are planned")
+        report_idle("this script", why, "see docs/support.md for the loops that are planned")
     end_of_check()
 
 

@@ -4,8 +4,7 @@
     steps-1234         its rank, the steps that it planned by loop, and what they lack of each plugin
     idle-<digest>      a loop that was recognised and left alone: why, and which line to change
     refused-<digest>   an `EvenloadError`, once for the machine however many ranks raise it
-    check              what `evenload check` shows of the first step
-    audit              what `evenload audit` shows of it
+    check, audit ...   what the verb of that name shows of the first step
 
 The folder lies on one machine and lives as long as the command, so files are all that its processes need to share.
 """
@@ -64,11 +63,11 @@ class RunFolder:
         """Whether this process is the first to raise it."""
         return self._write_first("refused", (error.what, error.found, error.do))
 
-    def write_check(self, record: dict[str, Any]) -> None:
-        self._write("check", record)
-
-    def write_audit(self, record: dict[str, Any]) -> None:
-        self._write("audit", record)
+    def write_record(self, verb: str, record: dict[str, Any]) -> None:
+        """Replaces the verb's file at once, so that a process which is killed leaves no half of it."""
+        part = self.path / f".{verb}.{os.getpid()}"
+        part.write_text(json.dumps(record), encoding="utf-8")
+        part.replace(self.path / verb)
 
     @property
     def started(self) -> int:
@@ -103,26 +102,14 @@ class RunFolder:
     def refusals(self) -> list[EvenloadError]:
         return [EvenloadError(*parts) for parts in self._read("refused-*")]
 
-    @property
-    def check(self) -> dict[str, Any] | None:
-        """What the first planned step left in check mode; None where there was none on this machine."""
-        return next(iter(self._read("check")), None)
-
-    @property
-    def audit(self) -> dict[str, Any] | None:
-        """What was judged of the script's own first step; None where none was reached on this machine."""
-        return next(iter(self._read("audit")), None)
+    def record(self, verb: str) -> dict[str, Any] | None:
+        """What the first step left for a verb; None where no such step was reached on this machine."""
+        return next(iter(self._read(verb)), None)
 
     def _read(self, pattern: str) -> list[Any]:
         """The contents of such files, oldest first."""
         paths = sorted(self.path.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-    def _write(self, name: str, content: Any) -> None:
-        """Replaces the file at once, so that a process which is killed leaves no half of it."""
-        part = self.path / f".{name}.{os.getpid()}"
-        part.write_text(json.dumps(content), encoding="utf-8")
-        part.replace(self.path / name)
 
     def _write_first(self, kind: str, parts: tuple[str, ...]) -> bool:
         text = json.dumps(parts)

@@ -1,12 +1,9 @@
 """Data: which samples, in what proportion, with what weight, by what training shows (DataFlex)."""
 
-if __name__ != "evenload.plugins.data":
-    raise ImportError(
-        f"{__name__}: import this package as evenload.plugins.data; a second copy would mean a second registry"
-    )
-
+from ...core import verbs
 from ...core.registry import DataPlugin, Shown, register
-from . import ado, config, mixes, neighbours, selects, weights
+from ...core.run_hooks import RUN_HOOKS, RunHook
+from . import ado, config, mixes, mixture, neighbours, selects, weights
 
 register(
     DataPlugin(
@@ -28,5 +25,10 @@ register(
             "weight": weights.WEIGHTS,
         },
         chooses=config.chosen_of,
+        first_shares=mixture.first_shares,
     )
+)
+verbs.register(verbs.Verb("score", "evenload.plugins.data.verb:score", order=90))
+RUN_HOOKS.register(
+    RunHook("data", "evenload.plugins.data.hooks:hooks", refuses="evenload.plugins.data.files:refuse_policies")
 )

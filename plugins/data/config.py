@@ -19,7 +19,7 @@ class AskedPolicy(Frozen):
 
     policy: str
     """mix: temperature, odm, doremi, ado. select: random, loss, delta_loss, less, cluster_less, online, near, tsds.
-    weight: loss, adapt. Or one that another plugin offers (docs/mixture_policies.md)."""
+    weight: loss, adapt. Or one that another plugin offers (docs/selection.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the policy, by name."""
     kind: ClassVar[Kind]

@@ -52,7 +52,7 @@ class ClusterLess(Frozen):
     """Settings of LESS by clusters."""
 
     cluster_size: Count = 64
-    """Members of a cluster, in the mean."""
+    """Members of a cluster, on average."""
     representatives: Count = 4
     """Those nearest to its centre, whose gradients are taken."""
 

@@ -1,10 +1,5 @@
 """Mesh: how many ranks, and which, share each sequence (ByteScale HDP, FlexSP, Zeppelin)."""
 
-if __name__ != "evenload.plugins.mesh":
-    raise ImportError(
-        f"{__name__}: import this package as evenload.plugins.mesh; a second copy would mean a second registry"
-    )
-
 from ...core.plan.branches import SHARED
 from ...core.registry import Baseline, Baselines, Estimates, Needs, Shown, Sizes, StepPlugin, register
 from . import baselines, bounds, config, dynamic_cp, plan, settings

@@ -12,7 +12,7 @@ hides: hops of a ring wait no longer where other sequences share its ranks.
 
 Slices of one sequence may run on different degrees in turn, so there the minimum is over mixtures (the lower convex
 hull of time and rank-seconds); with remapped tokens only attention must be done on the ranks of the sequence. Where all
-ranks meet in every micro-batch (ZeRO 3), those beside the longest sequence have no more than their cap of tokens to
+ranks meet in every micro-batch (ZeRO 3), those next to the longest sequence have no more than their cap of tokens to
 fill the time that it takes. A millisecond, once `cost_table` has its table; that is read from below.
 """
 

@@ -1,6 +1,6 @@
 """How many ranks, and which, share each sequence: a portfolio judged by the simulator.
 
-hybrid   long sequences on as many ranks as they deserve, one micro-batch each, short ones packed on single ranks beside
+hybrid   long sequences on as many ranks as they deserve, one micro-batch each, short ones packed on single ranks
          (`hybrid_dp`; ByteScale, arXiv 2502.21231)
 rounds   all ranks run one micro-batch at a time, in which long sequences are on many ranks and short ones on one; their
          loads add up on a rank (`rounds`; Zeppelin, arXiv 2509.21841)

@@ -1,10 +1,5 @@
 """Moe: which ranks compute which tokens of each expert, in every layer of every micro-batch (LAER-MoE, UltraEP)."""
 
-if __name__ != "evenload.plugins.moe":
-    raise ImportError(
-        f"{__name__}: import this package as evenload.plugins.moe; a second copy would mean a second registry"
-    )
-
 from ...core.plan.branches import COPIED, ONCE_A_NODE
 from ...core.registry import Baseline, Baselines, LayerPlugin, Needs, Shown, register
 from . import baselines, config, plan

@@ -17,7 +17,7 @@ _TRIALS = 5
 """Shares above the policy's that are tried where the slots are too few for it."""
 _NEAR = 50
 """By one part in so many copies from the own node first must be shorter than copies from anywhere: what `price` leaves
-out favours them. In 367 drawn settings (EP 16 to 128) so chosen quotas are 2.5 % shorter in the mean than those that
+out favours them. In 367 drawn settings (EP 16 to 128) so chosen quotas are 2.5 % shorter on average than those that
 know no nodes, 2.1 % than those from the own node first, and 0.2 % longer than the best of the three."""
 
 

@@ -5,7 +5,7 @@ half of what all takers have to spare. Where no rank is freed so, the taker that
 rank of those whose hottest expert fills it whole, or takes the hottest expert there is. A giver may so fall below its
 share, and takes from another. One slot a rank was enough for exact loads in all drawn loads of 64 ranks x 128 experts
 and 256 x 256, and the first rule saves 6 to 10 % of the copies at a tolerance of 1 %
-(docs/benchmarks/moe_2026-11-23.md). Ranks take from their node first. Cost: O((R slots + E) log R), in Python numbers.
+(benchmarks/results/experts.md). Ranks take from their node first. Cost: O((R slots + E) log R), in Python numbers.
 
 Shape legend: R = ranks of a group, E = experts of a layer.
 """

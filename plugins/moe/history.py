@@ -2,7 +2,7 @@
 
 Each copy goes to the expert with the highest load a place, as DeepSeek's EPLB has it, but homes keep their experts: the
 heaviest parts come first, each to the rank with the least to do so far. Copies of the exact planner's takers are fewer,
-but fit the loads of one step alone: one step later they leave more (docs/benchmarks/moe_2026-11-23.md).
+but fit the loads of one step alone: one step later they leave more (benchmarks/results/experts.md).
 
 Shape legend: R = ranks of a group, E = experts of a layer.
 """

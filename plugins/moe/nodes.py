@@ -12,7 +12,7 @@ since a rank receives an expert a round, and a home sends each of its E/R expert
 is less than what leaves without local copies, less what copies for even ranks keep inside anyway, layers with them were
 shorter in all of 176 drawn settings (EP 16 to 64, nodes of 4 and 8, 64 to 256 experts). For mild skew and large experts
 no round pays. All is chosen from the counts of the layer itself; nothing is solved, and the only loop is over rounds:
-0.15 to 0.23 ms at 64 ranks x 128 experts, where exact quotas take 0.08 (docs/benchmarks/between_nodes_2026-11-25.md).
+0.15 to 0.23 ms at 64 ranks x 128 experts, where exact quotas take 0.08 (benchmarks/results/experts.md).
 
 `price` is what `core.experts.seconds` says of quotas, in tokens and on the links between nodes alone: those inside are
 taken for free, and of what leaves a node all its ranks send equally much. All is of integers, so that ranks choose
@@ -117,7 +117,7 @@ def _on_ranks(loads_E: Ints, tokens_NC: Ints, experts_NC: Ints, policy: ExpertPo
 
 def price(wanted_NE: Ints, quotas: Sequence[Ints], policy: ExpertPolicy) -> list[int]:
     """What each of several quotas [E, R] takes, in parts of a token between nodes: tokens, copies in two hops, experts
-    of the busiest rank. Ranks of one stand behind those of another."""
+    of the busiest rank. Ranks of one stand after those of another."""
     (num_nodes, num_experts), size = wanted_NE.shape, policy.node_ranks
     num_ranks = num_nodes * size
     columns = num_ranks * len(quotas)

@@ -67,7 +67,7 @@ def needs_loads(config: MoeConfig, baseline: str) -> bool:
 
 
 def shards_experts(config: MoeConfig) -> bool:
-    """Whether every rank has a piece of every expert. Such pieces are let go behind each pass: to keep what was fetched
+    """Whether every rank has a piece of every expert. Such pieces are freed after each pass: to keep what was fetched
     would need the memory that cutting has saved."""
     return config.owners == "sharded"
 

@@ -10,7 +10,7 @@ over the mean saves a third of the copies and no time. A tolerance is the recipe
 
 Between nodes copies also keep tokens inside their node (`nodes`), the more the more slots a rank has. These cost
 memory: kept until the backward, in every layer and forward that waits for one; fetched again, in one layer at a time,
-beside their gradients, but their weights travel twice. Of the two, mean loads choose.
+next to their gradients, but their weights travel twice. Of the two, mean loads choose.
 """
 
 from __future__ import annotations

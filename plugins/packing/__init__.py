@@ -1,10 +1,5 @@
 """Packing: which slices of which sequences form each micro-batch of each rank (SlimPack, Hydraulis)."""
 
-if __name__ != "evenload.plugins.packing":
-    raise ImportError(
-        f"{__name__}: import this package as evenload.plugins.packing; a second copy would mean a second registry"
-    )
-
 from ...core.plan.branches import REARRANGED
 from ...core.registry import Baselines, Estimates, Needs, Shown, StepPlugin, register
 from . import baselines, config, delay, plan, settings

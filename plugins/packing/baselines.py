@@ -21,7 +21,7 @@ stronger baselines than packs dealt as they come. None of them changes the batch
 sequence: where one is longer than ``max_tokens`` they get a cap that holds it. All are run by the same code as
 evenload's own plans. Where samples stay together (``group_size``) or ranks get equal counts (``equal_size``), whole,
 chunks and karmarkar_karp keep to it, the latter as verl's partitions of equal size do; the others do not. Where
-sequences are rows of padded micro-batches, all pad what they put together, under a cap that holds it.
+sequences are rows of padded micro-batches, all pad what they combine, under a cap that holds it.
 """
 
 from __future__ import annotations

@@ -57,6 +57,9 @@ class PackingConfig(PluginConfig):
     largest_first: bool = False
     """Each rank runs its largest micro-batch first, where the order is free: memory peaks at once. Slices of a sequence
     and passes of a pipeline keep theirs."""
+    trees: bool = True
+    """What rows begin with in common, such as the prompt of GRPO's completions or of a pair, is computed once, and rows
+    that share it stay together where that is predicted to be faster."""
     polish_nodes: Effort = 0
     """Without effect, kept for older recipes: an integer program after the greedy gained at most 0.0003."""
 

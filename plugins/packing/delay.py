@@ -12,10 +12,10 @@ due, all that wait run with it, since its step is long anyway.
 
 Predicted on Wikipedia lengths (512 a step, 64 ranks, cost 24576 s + s^2, context 256K; benchmarks/planning/delay.py),
 busiest ranks summed over ideal: 13.5 without delay, 11.4 / 9.9 / 8.4 / 7.0 with at most 1 / 2 / 4 / 8 steps, tokens
-0.21 / 0.41 / 0.72 / 1.2 steps late in the mean. O(K log K); 0.1 ms for 600 sequences.
+0.21 / 0.41 / 0.72 / 1.2 steps late on average. O(K log K); 0.1 ms for 600 sequences.
 
 What it does not do: look ahead in the data, cut sequences, or change which samples are trained how often. It changes
-in which step a sample is trained, hence the training run; WLB-LLM's own queues delay tokens by half a step in the mean.
+in which step a sample is trained, hence the training run; WLB-LLM's own queues delay tokens by half a step on average.
 """
 
 from __future__ import annotations

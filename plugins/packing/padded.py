@@ -12,10 +12,10 @@ to e(i, b):
 
     V(i) = min over b of  launch + b + V(e(i, b))                                         V(K) = 0
 
-with b on a grid from c(n_i) on. That gives rounds of neighbours; beside it stand runs of equal cost in as few rounds as
+with b on a grid from c(n_i) on. That gives rounds of neighbours; others are runs of equal cost in as few rounds as
 hold them, and those of least total. In small batches the best of them is polished: borders between runs move, runs join
 and part. Rounds are dealt over groups of ranks that need not wait for each other, longest first. What a sequence costs
-beside its tokens (`Costs.beside`) is the same in any micro-batch, so it is no part of T; runs are weighed with it.
+besides its tokens (`Costs.beside`) is the same in any micro-batch, so it is no part of T; runs are weighed with it.
 
 Shape legend: K = rows, B = budgets tried.
 """
@@ -66,7 +66,7 @@ class SortedRows(NamedTuple):
     most: Ints
     """SortedRows of a micro-batch that begins with each row, under the token cap, int64 [K]."""
     beside: list[float]
-    """Seconds beside tokens (`Costs.beside`) of all rows before each, [K + 1]."""
+    """Seconds besides tokens (`Costs.beside`) of all rows before each, [K + 1]."""
 
     @classmethod
     def of(cls, lengths: Ints, limits: Limits, context: PlanningContext, price: PassCost | None = None) -> SortedRows:
@@ -272,7 +272,7 @@ def _in_turn(incoming: StepPlan, limits: Limits, rows: SortedRows, tried: list[S
 
 
 def greedy(rows: SortedRows, budget_s: float, first: int = 0, stop: int | None = None) -> Stops:
-    """Runs from a row on, each of as many rows as cost no more than the budget beside the launch, and fit under the
+    """Runs from a row on, each of as many rows as cost no more than the budget without the launch, and fit under the
     cap; one at least."""
     end = len(rows.tokens) if stop is None else stop
     stops = [first]

@@ -10,7 +10,7 @@ groups are free (asymmetric partitioning; SlimPack, arXiv 2509.26246): forward a
 own cost.
 
 512 sequences of Wikipedia up to 256K tokens on 64 ranks take about 20 ms, 65,536 on 1,024 two to three seconds
-(benchmarks/planning/planner.py). The global batch is unchanged: only who computes which tokens, and beside which
+(benchmarks/planning/planner.py). The global batch is unchanged: only who computes which tokens, and next to which
 others. A sequence that costs more than a rank's mean share still bounds the step, since its slices stay on one rank.
 """
 

@@ -27,7 +27,7 @@ from ...core.plan.step_plan import StepPlan
 
 _CLOSE = 1.0002
 """Fullest rank over mean up to which groups or equal counts are polished: few large units, of which each move tells.
-Below 1.001 no baseline is planned beside large batches, so it takes less time on the whole."""
+Below 1.001 no baseline is planned for large batches, so it takes less time on the whole."""
 
 
 class Units(NamedTuple):

@@ -1,10 +1,5 @@
 """Pipeline: in which order chunks run at every stage, and what is recomputed there (InfiniPipe)."""
 
-if __name__ != "evenload.plugins.pipeline":
-    raise ImportError(
-        f"{__name__}: import this package as evenload.plugins.pipeline; a second copy would mean a second registry"
-    )
-
 from ...core.plan.branches import RECOMPUTED, REORDERED
 from ...core.registry import Baseline, Baselines, Estimates, Needs, Shown, StepPlugin, register
 from . import baselines, config, plan, settings

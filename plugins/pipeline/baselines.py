@@ -4,7 +4,7 @@ whole_1f1b    every sequence a micro-batch, dealt to ranks in turn; the host's 1
 in_order      packs in the order of the batch up to the cap, dealt out in turn; the host's 1F1B
 fixed_chunks  chunks of equally many tokens, short sequences packed best-fit (ChunkFlow, arXiv 2503.02356), in 1F1B over
               chunks (Seq1F1B, arXiv 2406.03488); the fastest of several sizes
-algorithm_1   one mesh of equal time for all long sequences, tails beside short sequences, pipelines by the dynamic
+algorithm_1   one mesh of equal time for all long sequences, tails next to short sequences, pipelines by the dynamic
               program with a flush between them, recomputation from the tied integer program (InfiniPipe, arXiv
               2509.21275, algorithms 1 and 2); the fastest of several meshes
 
@@ -65,7 +65,7 @@ class Drafted:
         drafts = list(self.drafts(incoming, context, config))
         fastest = self.best(drafts, context, config)
         if fastest is None or not fastest.fits:
-            # A yardstick may hold more than the section's cap: what it holds is told beside its seconds.
+            # A yardstick may hold more than the section's cap: what it holds is told next to its seconds.
             drafts = [one.revised(limits=replace(one.limits, max_activation_bytes=math.inf)) for one in drafts]
             fastest = self.best(drafts, context, config)
         return fastest.plan if fastest else self.order(drafts[0], context, config)

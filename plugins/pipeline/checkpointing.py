@@ -14,7 +14,7 @@ then stages, or stages at once. A team of ranks takes the one with which it ends
 Ranks that share no micro-batch have a program each. A shared one stands on the diagonal of its first rank.
 
 Predicted for 13B, 4 stages, 120 to 240 chunks of 512 sequences where 16 to 34 GB are left for activations: 3 to 13 %
-faster than one number of layers for all; up to 2.6 % (in the mean 0.6 %) faster with the program than without it; at
+faster than one number of layers for all; up to 2.6 % (on average 0.6 %) faster with the program than without it; at
 most 1.5 % over a linear program of the whole step, its start times and fractions of layers. 0.06 to 0.35 s on one core,
 0.04 to 0.07 without the program.
 """

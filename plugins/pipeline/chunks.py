@@ -6,7 +6,7 @@ each of the others a ragged tail. Here every long sequence gets a mesh of its ow
     m_i = ceil(t_i / T - 0.35)      slices of equal time t_i / m_i        T  seconds of a chunk
                                                                           t_i seconds of the sequence, both directions
 
-and short sequences are packed into what is left of T beside the slices, or into chunks of their own, longest first onto
+and short sequences are packed into what the slices leave of T, or into chunks of their own, longest first onto
 the cheapest. T is enumerated: more chunks mean smaller bubbles, and more launches. Sequences of most chunks run first,
 since a stage would otherwise wait for their backwards in the middle of a step (InfiniPipe, section IV). `opening` puts
 small ones before them. What ranks share in the plan that came in stays on them, comes first, and is cut at the same T.
@@ -154,7 +154,7 @@ def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) ->
     if context.layout.ep > 1:
         return 0.0
     price, busy_s = price_of(context), [0.0] * plan.limits.num_ranks
-    # Beside its own passes a stage waits for the first micro-batch to come; also for the last one to go back from it,
+    # Besides its own passes a stage waits for the first micro-batch to come; also for the last one to go back from it,
     # unless it has weight gradients to compute meanwhile.
     travels, waits_s = context.costs.forward if split else price, math.inf
     for m in plan.micro_batches:

@@ -72,7 +72,7 @@ def _clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
         return tuple(known[key(stage)] for stage in stages[:count])
 
     def moving(kind: PassKind) -> Table:
-        return rows(times.linked_alike, times.hand_over, kind, len(stages) - 1)
+        return rows(times.hand_over.alike, times.hand_over, kind, len(stages) - 1)
 
     forward = rows(times.alike, times.seconds, "F", len(stages))
     none = ((0.0,) * counts["B"],) * len(stages)

@@ -32,7 +32,7 @@ class PipelineConfig(PluginConfig):
     """Each of parallel.pp devices has two stages of half the layers, device 0 the first and the last of them (ZBV).
     It says where layers lie, so it holds for every step of a run; twice parallel.pp must divide model.num_layers."""
     max_extra: CountOrNone = 4
-    """Most forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds
+    """Most forwards that a stage may run ahead for each stage after it, beyond the one of 1F1B, where memory holds
     them. Fewer are tried as well."""
     solver_ms: Effort = 100
     """About how long one program for what is recomputed may take (PuLP, HiGHS), told by its size so that all ranks find

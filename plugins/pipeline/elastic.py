@@ -59,7 +59,7 @@ def ordered(
     micro-batches runs one order of rounds, each as long as the longest of its micro-batches; so do ranks that share
     micro-batches, if each of these is the k-th of all its ranks.
 
-    ``extra``: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
+    ``extra``: forwards that a stage runs ahead for each stage after it, beyond the one of 1F1B: memory for time.
     ``cap_bytes``: activations and prefix KV, estimated, above which it does not run ahead of what its next backward
     needs.
     ``played``: False for the order in slots alone where memory is left out, which is found in half the time.

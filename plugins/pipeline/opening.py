@@ -1,4 +1,4 @@
-"""Small chunks first: stages behind begin sooner, and chunks grow as fast as what has arrived keeps stages busy.
+"""Small chunks first: later stages begin sooner, and chunks grow as fast as what has arrived keeps stages busy.
 
 With chunks of one size the last of P stages waits P - 1 forwards for the first one. A chunk that takes d longer than
 the one before it comes (P - 1) d late, which the backwards of those before it fill. So a step opens with chunks of

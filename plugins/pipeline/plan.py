@@ -15,7 +15,7 @@ Recomputation only adds to a step, so what is slower without it than the best pl
 Cost: one play of passes x stages a candidate; 512 sequences of Wikipedia with a tail up to 192K on 4 stages take 0.4 to
 0.8 s of one core (benchmarks/planning/pipeline.py). Not done: interleaved (virtual) stages, and a
 sequence on two ranks of the plane: `mesh` does that before. What it shares stays on its ranks, in slices and an order
-of our own, and all others are dealt anew beside it (`chunks`).
+of our own, and all others are dealt again around it (`chunks`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from .v_shape import fastest as fastest_in_v
 from .weights import SLACK, Placing, worth
 
 SMALLER = Preference(slack=SLACK, key=lambda one: worth(one.step_s, one.peak_bytes))
-"""A plan may be behind the fastest for holding less."""
+"""A plan may be slower than the fastest for holding less."""
 FINALISTS = 2
-"""Plans of least predicted time, W passes placed, that are simulated; beside them those that are to be made to fit."""
+"""Plans of least predicted time, W passes placed, that are simulated; so are those to be made to fit."""
 OPENED = 2
 """Chunkings that are weighed with small chunks first as well: those of least time, less what that may save."""
 PLAYED = 1 << 10
@@ -92,7 +92,7 @@ class _Portfolio:
         self._problem: DoesNotFitError | None = None
         """Why a candidate could not be made to fit: of the one that lacks least."""
         self._note = ""
-        """What is to be said beside `_notes`."""
+        """What is to be said besides `_notes`."""
         self._splits = limits.splits_backward and config.split_backward != "off"
         self._budget_bytes = budget_bytes(limits, context)
         extras = sorted(EXTRAS, key=lambda extra: extra != 2) if limits.num_stages > DEEP else EXTRAS

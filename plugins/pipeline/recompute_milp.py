@@ -9,7 +9,7 @@ first that save little for what they cost. With PuLP and HiGHS the program is so
 lowered likewise; that is within `GAP` of the optimum unless few layers are needed, and then the integers are searched.
 
 Every rank of a job plans by itself and must find the same, so nothing is cut off by a clock: a program of too many
-numbers is not tried, and a search ends after so many nodes. The solver's status is not read: its answer is held against
+numbers is not tried, and a search ends after so many nodes. The solver's status is not read: its answer is held to
 the rows, and taken only if it fits. A solver that raises has none. Other versions of it may find another one as good.
 
 Rows are linear but for a running micro-batch's own first layer, which saves nothing. They are written for c >= 1, which

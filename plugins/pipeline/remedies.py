@@ -50,7 +50,7 @@ def _remedies(incoming: StepPlan, context: PlanningContext, config: PipelineConf
     limits = config.capped(incoming.limits)
 
     def fits_with(tokens: int) -> bool:
-        cap = min(tokens, incoming.limits.max_tokens)  # another plugin's own cap holds beside this one
+        cap = min(tokens, incoming.limits.max_tokens)  # another plugin's own cap holds as well
         changes = cap != limits.max_tokens
         return changes and _fits(incoming, replace(limits, max_tokens=cap), context, config)
 

@@ -28,9 +28,9 @@ def refuse_ranks_in_step(limits: Limits) -> None:
     """Raise EvenloadError where every rank must run equally many micro-batches: none are made here for that."""
     if limits.all_in_step:
         raise EvenloadError(
-            "plugins.pipeline makes no micro-batches for a trainer whose ranks run in step",
-            "it needs equal counts on every rank",
-            "enable plugins.packing, which does, or disable plugins.pipeline",
+            "plugins.pipeline cannot plan for a trainer whose ranks run in lockstep",
+            "every rank needs equally many micro-batches",
+            "enable plugins.packing, which makes them equal, or disable plugins.pipeline",
         )
 
 

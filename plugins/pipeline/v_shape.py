@@ -62,7 +62,7 @@ RULES = (
 FIRST = 2
 """So many of them compare chunks: the best for steps that open with small chunks, and for others."""
 NEAR = 0.02
-"""Share of the least time by which a plan may be behind it by the first rules,"""
+"""Share of the least time by which a plan may exceed it by the first rules,"""
 FINALISTS = 2
 """and so many of them are played by all."""
 TIGHTENED = 4
@@ -137,7 +137,7 @@ def fastest(
 
 
 def _joined(ops: list[tuple[int, Op]]) -> Iterator[tuple[int, Op]]:
-    """The first stage sends no gradient: a W right behind its backward is no pass of its own there."""
+    """The first stage sends no gradient: a W right after its backward is no pass of its own there."""
     last = max(stage for stage, _ in ops) if ops else 0
     before: dict[int, tuple[int, Op]] = {}
     for stage, op in ops:
@@ -260,7 +260,7 @@ class _Play:
         self._done(device, stage, Op("W", number), now, self._weights[number])
 
     def _run_pass(self, now: float, device: int, kind: int, stage: int) -> None:
-        """A forward, or a backward, behind a W where it would leave too much beside what is held."""
+        """A forward, or a backward, after a W where it would leave too much on top of what is held."""
         place, last = self._at[kind][stage], self._last
         number = self._orders[kind][place]
         taken_s, kept = self._seconds[kind][stage][number], self._kept[stage][number]

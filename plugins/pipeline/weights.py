@@ -40,12 +40,12 @@ A W starts while a stage waits if the wait is known to last ``patience`` of it: 
 is best where stages run ahead (`elastic`), longer ones where they do not. With many micro-batches that run ahead only
 the drain has waits worth filling."""
 TIMES = (2.0, 4.0)
-"""Caps tried beside the least and the greatest: so many times what the fullest stage holds without W passes."""
+"""Caps tried besides the least and the greatest: so many times what the fullest stage holds without W passes."""
 
 ALIKE = 0.001
 """Share of the step within which every rank takes the fewest W passes: what is held for them is written and read."""
 SLACK = 0.003
-"""Share of the step by which a plan may be behind the fastest for holding less."""
+"""Share of the step by which a plan may be slower than the fastest for holding less."""
 MEMORY_WORTH = 0.07
 """What a per cent less memory is worth, in per cent of the step: none is slower for next to nothing."""
 
@@ -262,6 +262,6 @@ def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: 
 
 
 def _joined(ops: list[Op]) -> list[Op]:
-    """The first stage sends no gradient: a W right behind its backward is no pass of its own there."""
+    """The first stage sends no gradient: a W right after its backward is no pass of its own there."""
     behind = [None, *ops]
     return [op for op, before in zip(ops, behind, strict=False) if op.kind != "W" or before != Op("B", op.micro_batch)]

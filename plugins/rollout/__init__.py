@@ -1,13 +1,11 @@
 """Rollout: which rank generates which samples, in which order, and which samples are kept (TIE, SART).
 
-Pure functions for any engine; no key of a recipe asks for them, so nothing is registered.
+Pure functions for any engine, and the verb `generate`, which deals by them.
 """
 
-if __name__ != "evenload.plugins.rollout":
-    raise ImportError(f"{__name__}: import this package as evenload.plugins.rollout")
-
+from ...core import verbs
 from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
-from .costs import H100_7B, RolloutCosts, fit_costs
+from .costs import H100_7B, RolloutCosts
 from .deal import plan_rollout, tie_plan
 from .lengths import LengthDistributions, SampledLengths, fit_lengths
 from .moves import levelled, move, steps_of
@@ -33,7 +31,6 @@ __all__ = [
     "check_rollout",
     "ended_by",
     "expected",
-    "fit_costs",
     "fit_lengths",
     "kept_beside_all",
     "levelled",
@@ -44,3 +41,5 @@ __all__ = [
     "steps_of",
     "tie_plan",
 ]
+
+verbs.register(verbs.Verb("generate", "evenload.plugins.rollout.verb:generate", order=80))

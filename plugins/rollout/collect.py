@@ -158,7 +158,7 @@ def samples_for(keep: int, mu: float, sigma: float, tokens: int, chance: float) 
 
 
 def kept_beside_all(collected: Collected, lengths: Ints, scores: Floats) -> dict[str, float]:
-    """A table's row: what a rule keeps beside what all samples give, whose lengths [N] and scores [N] are known."""
+    """A table's row: what a rule keeps next to what all samples give, whose lengths [N] and scores [N] are known."""
     kept = [number for _, number in collected.ended]
     spent = {number: tokens for tokens, number in (*collected.ended, *collected.pruned)}
     last = collected.ended[-1][0] if len(kept) == collected.rule.keep else int(np.max(lengths))

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.aliases import Floats, Ints
-from ...core.errors import refuse_first
+from ...core.aliases import Floats
 
 
 class RolloutCosts(NamedTuple):
@@ -38,20 +37,3 @@ class RolloutCosts(NamedTuple):
 
 H100_7B = RolloutCosts(step_s=6e-3, row_s=2e-5, key_s=1.7e-8)
 """A model of 7 billion weights with grouped queries in bf16 on an H100: bytes over 3.35 TB/s. Not measured."""
-
-
-def fit_costs(rows: Ints, keys: Ints, seconds: Floats) -> RolloutCosts:
-    """Coefficients of measured steps [N]: least squares of relative errors, none negative. Raises EvenloadError."""
-    columns = np.stack([np.ones(len(rows)), np.asarray(rows, np.float64), np.asarray(keys, np.float64)], axis=1)
-    odd = len(seconds) < 3 or not (np.asarray(seconds) > 0).all() or np.linalg.matrix_rank(columns) < 3
-    do = "measure three steps or more, with unlike numbers of samples and of keys"
-    refuse_first((odd, "steps do not say what a sample and a key cost", f"{len(seconds)} steps", do))
-    system = columns / np.asarray(seconds)[:, None]
-    active, x = [0, 1, 2], np.zeros(3)
-    while active:
-        part, *_ = np.linalg.lstsq(system[:, active], np.ones(len(rows)), rcond=None)
-        if (part >= 0).all():
-            x[active] = part
-            break
-        active.remove(active[int(part.argmin())])
-    return RolloutCosts(*x.tolist())

@@ -50,7 +50,7 @@ class LengthDistributions:
         odd = odd or self.mu.shape != self.sigma.shape or not np.isfinite(self.mu).all() or not (self.sigma > 0).all()
         do = "give a finite mu and a sigma above 0 for each prompt, and a limit of 1 or more"
         detail = f"mu {self.mu.shape}, sigma {self.sigma.shape}, limit {self.limit}"
-        refuse_first((bool(odd or np.min(self.limit) < 1), "these are no distributions of lengths", detail, do))
+        refuse_first((bool(odd or np.min(self.limit) < 1), "these are not distributions of lengths", detail, do))
 
     @property
     def limits(self) -> Ints:

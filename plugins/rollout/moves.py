@@ -6,7 +6,7 @@
 
 Nothing moves while ranks are even to 2 % of the mean. Until the next border each rank runs as many steps as take it
 equally long by its samples and keys: after equally many, ranks with few samples would wait for those with many (on 32
-ranks a rollout of 13K tokens ends 1.4 % earlier so; see docs/benchmarks). O(S) a moved sample.
+ranks a rollout of 13K tokens ends 1.4 % earlier so; see benchmarks/results/rollouts.md). O(S) a moved sample.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The bound is that of any dealing whatever, with moves at any step for nothing, b
     shared     W / R: all work, a step's own seconds t0 shared by as many samples as there are slots
     crowded    the T at which  R T = W + t0 sum_i z_i^2 / (T - t0 l_i),    z_i = sum over its l_i tokens of sqrt(c)
 
-c is what a token takes beside t0: row_s + key_s * keys. A sample of l tokens has T - t0 l left for all that is computed
+c is what a token takes above t0: row_s + key_s * keys. A sample of l tokens has T - t0 l left for all that is computed
 in its steps, so these have few samples, which share t0. Proof by weak duality: let a rank's second cost m and one of
 sample i w_i, R m + sum w_i = 1. All steps cost at most T, and one of samples A, with C and w their sums, costs
 (t0 + C)(m + w) >= t0 w + m C + 2 sqrt(t0 m C w) >= ... + 2 sqrt(t0 m) sum over A of sqrt(c w_i) (Cauchy-Schwarz); the
@@ -62,7 +62,7 @@ class RolloutRequest:
             ),
             (
                 done.shape != prompts.shape or bool(done.min(initial=0) < 0 or done.max(initial=0) >= self.limit),
-                "tokens that samples have already are no numbers below the limit",
+                "tokens that samples have already are not numbers below the limit",
                 f"{done.shape}",
                 "leave out samples that have ended",
             ),

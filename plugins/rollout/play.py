@@ -42,7 +42,7 @@ class InOrder:
         return len(self._samples)
 
     def enter(self, sample: int, now_s: float) -> None:
-        """Let a sample wait behind all others."""
+        """Let a sample wait until all others have run."""
         self._samples.append(sample)
 
     def first(self) -> int:

@@ -1,1 +1,1 @@
-"""Low-rank adapters of many tenants beside a frozen model, on hooks of its own linear layers."""
+"""Low-rank adapters of many tenants on a frozen model, on hooks of its own linear layers."""

@@ -1,6 +1,6 @@
 """The adapters of all tenants on this rank: who is here, what a step adds, sums and updates.
 
-They stand beside the model. A hook of each block reads the pack that the block's own call carries, and a hook of each
+They stand next to the model. A hook of each block reads the pack that the block's own call carries, and a hook of each
 linear layer adds its products; names, checkpoints and replays of the model stay as they are, and `close` takes all
 hooks off again. A tenant that joins allocates, one that leaves frees; nobody else's tensors change.
 """
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...core.aliases import Ints
 from ...core.errors import EvenloadError, nearest
-from ...core.recipe.adapter import Adapter
-from ...core.recipe.tenant import TenantTrain
+from ...core.recipe.adapter import Adapter, TenantTrain
 from ..world.agreement import everyone
 from .hooks import Hooks
 from .peers import AdapterPeers

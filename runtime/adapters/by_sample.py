@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.plan.step_plan import StepPlan
-from ...core.recipe.adapter import Adapter
-from ...core.recipe.tenant import TenantTrain
+from ...core.recipe.adapter import Adapter, TenantTrain
 from .adapters import Adapters
 from .places import A, AdapterState
 from .projection import preconditioned, projection
@@ -24,7 +23,7 @@ from .tenant import Matrix, TenantAdapter
 
 
 class SampleGradients(Adapters):
-    """See the module. Beside `Adapters` it holds one adapter, which all sequences have."""
+    """See the module. Besides what `Adapters` holds, it has one adapter, which all sequences have."""
 
     _num = 0
 
@@ -53,7 +52,7 @@ class SampleGradients(Adapters):
         self._hooks.begin([self._own] * self._num)
 
     def end_rows(self) -> None:
-        """Behind all that is wanted of a plan's rows."""
+        """After all that is wanted of a plan's rows."""
         self._hooks.forget()
         self._own.rows = {}
         self._own.lay(self._own.values.new_zeros(0, self._own.size))

@@ -57,7 +57,7 @@ class Hooks:
         self._owner_of, self._numbers = owner_of, ()
 
     def forget(self) -> None:
-        """Hold no tenant any longer: behind the last pass of a step."""
+        """Hold no tenant any longer: after the last pass of a step."""
         self._owner_of, self._numbers = _nobody, ()
         for running in self._running:
             running.spans, running.dropped = (), None

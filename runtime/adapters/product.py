@@ -3,8 +3,8 @@
     y <- y + s (x A^T) B^T        dB += s dy^T z     dz = s dy B     dA += dz^T x     dx += dz A        z = x A^T
 
 No product runs over tokens of another tenant with a mask: a value that is not finite would go through the mask's zeros.
-Gradients of matrices are added straight into the tenant's buffer. The matrices A of all layers of a site lie one behind
-the other there, so layers that share an input (queries, keys and values) share the products with x, too.
+Gradients of matrices are added straight into the tenant's buffer. The matrices A of all layers of a site are contiguous
+there, so layers that share an input (queries, keys and values) share the products with x, too.
 
 Shape legend: T = slots of a pack, t = those of one tenant, C = inputs, D = outputs, r = rank, R = all ranks of a site.
 """

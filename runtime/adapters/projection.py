@@ -4,7 +4,7 @@
 
 Signs depend on a parameter's name and an element's place in the whole parameter alone. So the projection of a shard, of
 tensor or pipeline parallelism or of ZeRO, is a partial sum, and one sum of ``columns`` numbers over ranks gives the
-whole (LESS, arXiv 2402.04333, has Rademacher signs of whole gradients). Inner products stay as they are in the mean
+whole (LESS, arXiv 2402.04333, has Rademacher signs of whole gradients). Inner products stay as they are on average
 (Johnson, Lindenstrauss). O(elements x columns), on the device of the gradients.
 
     word(e, b) = mixed(mixed(e ^ key) ^ mixed(b))        key: of seed and name; column 64 b + i has bit i

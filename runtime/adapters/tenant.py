@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.recipe.adapter import Adapter
-from ...core.recipe.tenant import TenantTrain
+from ...core.recipe.adapter import Adapter, TenantTrain
 from .dropout import key_of
 from .places import A, AdapterState, B, Place, Site, drawn
 
@@ -48,7 +47,7 @@ class OfSite(NamedTuple):
     """The layers of a site that the tenant adapts."""
 
     a_RC: Tensor
-    """Their matrices A, one behind the other."""
+    """Their matrices A, one after the other."""
     da_RC: Tensor
     layers: tuple[Layer, ...]
 

@@ -30,6 +30,7 @@ from .scores import ScoreForm
 from .sharing.attention import shared_attention
 from .sharing.running_job import joined
 from .sharing.shared import Shared
+from .tree import tree_attention
 
 
 def packed_attention(
@@ -70,6 +71,12 @@ def packed_attention(
 def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scores: ScoreForm) -> Tensor:
     if pack.shared:
         return _shared(q_THD, k_TGD, v_TGD, pack.shared, layer, scores)
+    if pack.branching:
+        if not pack.padding:
+            return tree_attention(q_THD, k_TGD, v_TGD, pack.branching, scores)
+        real_N = pack.real_slots
+        out_NHD = tree_attention(q_THD[real_N], k_TGD[real_N], v_TGD[real_N], pack.branching, scores)
+        return torch.zeros_like(q_THD).index_copy(0, real_N, out_NHD)
     if pack.cached:
         return cached_attention(q_THD, k_TGD, v_TGD, pack.cached, layer, scores)
     runs, spans = pack.layout

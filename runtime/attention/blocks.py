@@ -1,11 +1,11 @@
-"""Attention of some queries over some keys as a *pair*, forward and backward, so that softmaxes can be put together.
+"""Attention of some queries over some keys as a *pair*, forward and backward, so that softmaxes can be merged.
 
 Shape legend: N = queries, M = keys, H = query heads, G = key/value heads (H is a multiple of G), D = head dimension.
 
     forward    q, K, V                   ->  out, lse       lse = log sum exp(scale * q k) over the keys of the block
     backward   dout, q, K, V, out, lse   ->  dq, dK, dV     out and lse may be those of a softmax over more blocks
 
-Blocks over the same queries are put together by `merge`; the backward of each then takes the merged out and lse, and
+Blocks over the same queries are merged by `merge`; the backward of each then takes the merged out and lse, and
 the dq of all blocks are added (FlashAttention 2, arXiv 2307.08691, section 3.1; Ring Attention, arXiv 2310.01889).
 That is what a prefix needs, and what a ring of ranks needs.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,9 +26,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from .kernels import KernelRow, has, on_gpu
+from .kernels import KernelRow, first_of, has, on_gpu
 
-log = logging.getLogger("evenload")
 aten = torch.ops.aten
 
 _SCORES = 1 << 24
@@ -105,9 +103,8 @@ def _flash_attn_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: T
 
 def _flash_attn_options(x: Inputs) -> dict[str, Any]:
     left, right = (-1, -1) if x.window is None else (x.window, 0)
-    window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
-    plain: dict[str, Any] = {"dropout_p": 0.0, "alibi_slopes": None}
-    return {"softmax_scale": x.scale, "causal": x.causal, "softcap": x.softcap or 0.0, **window, **plain}
+    seen = {"causal": x.causal, "window_size_left": left, "window_size_right": right}
+    return {"dropout_p": 0.0, "softmax_scale": x.scale, **seen, "softcap": x.softcap or 0.0, "alibi_slopes": None}
 
 
 def _has_flash_attn() -> bool:
@@ -313,8 +310,5 @@ def choose_block(
 ) -> BlockKernel:
     """The first row of `BLOCKS` that is there, takes these inputs and can do what is asked for ("window", "softcap");
     chosen, and logged, once for each."""
-    rows = (b for b in BLOCKS if options <= b.options)
-    block = next(b for b in rows if b.supports(dtype, device, head_dim) and b.available())
     what = " and ".join(["attention by blocks", *sorted(options)])
-    log.info("%s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, block.name)
-    return block
+    return first_of((row for row in BLOCKS if options <= row.options), device, dtype, head_dim, what)

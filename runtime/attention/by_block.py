@@ -6,8 +6,8 @@
     o   = sum exp(s_P - m) v / l
 
 Blocks are read where they lie in the pool, as far as each has one reader: no key is gathered, and a short row does not
-cost what the longest one does. 64 rows of 8 to 1,000 keys, 4 heads over 2 of 32, float32, one core: 1.1 ms, beside 7 ms
-of gathering rows that are padded to the longest one for torch's attention.
+cost what the longest one does. 64 rows of 8 to 1,000 keys, 4 heads over 2 of 32, float32, one core: 1.1 ms, against
+7 ms of gathering rows that are padded to the longest one for torch's attention.
 
 Shape legend: B = rows, P = reads of a block, S = tokens of a block, N = blocks, H = query heads, G = key/value heads,
 R = H / G, D = head dimension.

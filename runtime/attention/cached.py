@@ -8,7 +8,6 @@ H = query heads, D = head dimension.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +19,9 @@ from torch import Tensor
 from ...core.plan.step_plan import Slice
 from .blocks import Inputs, choose_block, with_sinks
 from .by_block import attend_rows
-from .kernels import KernelRow, has, on_gpu
+from .kernels import KernelRow, first_of, has, on_gpu
 from .kv_cache import CachedRows, Pools
 from .scores import ScoreForm
-
-log = logging.getLogger("evenload")
 
 _PAGE = 256
 """What FlashAttention wants the tokens of a block to be a multiple of."""
@@ -57,7 +54,7 @@ def cached_attention(
     """`packed_attention` of a pack whose keys and values stay in a cache; not differentiable.
 
     Returns:
-        out_THD; 0 of slots behind the last slice.
+        out_THD; 0 of slots after the last slice.
     """
     pools = rows.cache.write(layer, rows, k_TGD, v_TGD)
     outs = []
@@ -133,13 +130,5 @@ def choose_decoder(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int, options: frozenset[str]
 ) -> DecodeKernel:
     """The first row of `DECODERS` that is there, takes these inputs and blocks, and can do what is asked for."""
-    kernel = next(
-        row
-        for row in DECODERS
-        if options <= row.options
-        and not block_tokens % row.block_multiple
-        and row.supports(dtype, device, head_dim)
-        and row.available()
-    )
-    log.info("attention of single tokens on %s, %s, head dimension %d: %s", device, dtype, head_dim, kernel.name)
-    return kernel
+    rows = (row for row in DECODERS if options <= row.options and not block_tokens % row.block_multiple)
+    return first_of(rows, device, dtype, head_dim, "attention of single tokens")

@@ -17,7 +17,7 @@ _ALIGNED = 16
 def copy_rows(rows: Mapping[str, npt.NDArray[Any]], device: torch.device | str) -> dict[str, Tensor]:
     """Each array as a tensor of its dtype on the device, by its name.
 
-    On CUDA they lie behind one another in one buffer. The copy runs on the current stream; torch's cache of page-locked
+    On CUDA they are contiguous in one buffer. The copy runs on the current stream; torch's cache of page-locked
     memory does not give the source away before it is done. A copy from other memory would make the host wait for all
     that the stream still has to do.
     """
@@ -44,7 +44,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class ToHost:
-    """A copy of a tensor on its way to the host, beside what the device does next."""
+    """A copy of a tensor on its way to the host, while the device goes on."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach().to(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -60,6 +60,9 @@ class KernelRow:
     """Whether this installation has it."""
     supports: Callable[[torch.dtype, torch.device, int], bool]
     """Whether it takes this dtype, device and head dimension."""
+
+
+Row = TypeVar("Row", bound=KernelRow)
 
 
 @dataclass(frozen=True)
@@ -207,13 +210,18 @@ def explain(rows: Iterable[KernelRow], device: torch.device, dtype: torch.dtype,
     raise AssertionError("the last row takes everything")
 
 
+def first_of(rows: Iterable[Row], device: torch.device, dtype: torch.dtype, head_dim: int, what: str) -> Row:
+    """The first row that is there and takes these inputs; logged as what runs ``what``."""
+    row = next(row for row in rows if row.supports(dtype, device, head_dim) and row.available())
+    log.info("%s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, row.name)
+    return row
+
+
 @cache
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, options: frozenset[str] = frozenset()
 ) -> Kernel:
     """The first kernel of `KERNELS` that is installed, takes these inputs and can do what is asked for ("window",
     "dropout"); chosen, and logged, once for each."""
-    kernel = next(k for k in KERNELS if options <= k.options and k.supports(dtype, device, head_dim) and k.available())
     what = " and ".join(["packed attention", *sorted(options)])
-    log.info("%s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, kernel.name)
-    return kernel
+    return first_of((row for row in KERNELS if options <= row.options), device, dtype, head_dim, what)

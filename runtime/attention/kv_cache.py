@@ -33,7 +33,7 @@ _MOST_IN_PLACE = 2
 _EVEN = 1.25
 """Blocks of padded rows for each that is read, up to which rows are gathered to be padded."""
 _UNREAD = 1 << 60
-"""The first token of a block that nobody reads, behind all."""
+"""The first token of a block that nobody reads, after all others."""
 
 
 class KvCache:
@@ -113,7 +113,7 @@ class CachedRows:
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """int32; blocks [B, W] of the rows of one token, any block behind the last one of a row, and keys [B] that each
+        """int32; blocks [B, W] of the rows of one token, any block after the last one of a row, and keys [B] that each
         sees, its own included."""
         arrays = {"tables": self._tables_BW.astype(np.int32), "lengths": self._stops.astype(np.int32)}
         on_device = copy_rows(arrays, self.device)
@@ -140,7 +140,7 @@ class CachedRows:
         return len(self._sizes) * int(self._sizes.max()) <= _EVEN * len(self._blocks)
 
     def tables_BGW(self, groups: int) -> Tensor:
-        """int64; the blocks of each row by head, where a pool has the heads of a block behind one another."""
+        """int64; the blocks of each row by head, where a pool has the heads of a block one after the other."""
         if groups not in self._by_head:
             by_head = self._tables_BW[:, None] * groups + np.arange(groups)[:, None]
             self._by_head[groups] = copy_rows({"blocks": by_head}, self.device)["blocks"]
@@ -191,7 +191,7 @@ class CachedRows:
 
     @cached_property
     def _blocks(self) -> Ints:
-        """The blocks of one row behind those of another."""
+        """The blocks of one row after those of another."""
         tables, rows = self.cache.tables, self.slices[len(self.long) :]
         own = [tables[piece.sequence][:size] for piece, size in zip(rows, self._sizes.tolist(), strict=True)]
         return np.array([*chain.from_iterable(own)], dtype=np.int64)

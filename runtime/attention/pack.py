@@ -6,7 +6,7 @@ Positions of a slice start at `slice.start`, so that rotary embeddings see the p
 place inside the pack. The label of a token is the next token of the *same* sequence, also at the end of a slice that is
 continued elsewhere; the last token of a sequence has none.
 
-Padding sits behind its slice. Where a trainer needs segments or packs of certain multiples, attention leaves it alone;
+Padding sits after its slice. Where a trainer needs segments or packs of certain multiples, attention leaves it alone;
 `MicroBatch.pad_to` is the padding of stock trainers and is computed as they compute it, kept from the tokens before it
 by the causal mask.
 """
@@ -14,8 +14,8 @@ by the causal mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import MicroBatch, Slice
+from ...core.plan.trie import Branching
 from ..world.plane import Plane
 from .copy_rows import copy_rows
 from .kv_cache import CachedRows
@@ -80,20 +81,22 @@ class Pack:
     cu_seqlens: Tensor
     """int32 [S + 1]; borders of the segments if they lay side by side without padding: what attention computes."""
     segments: tuple[int, ...]
-    """Borders of the segments in the pack, each with the padding behind it, as Python integers."""
+    """Borders of the segments in the pack, each with the padding after it, as Python integers."""
     max_seqlen: int
     """Tokens of the longest segment, without padding."""
     num_targets: int
     """Slots that carry loss."""
     slices: tuple[Slice, ...]
     padding: tuple[int, ...] = ()
-    """Slots behind each segment that attention leaves alone; empty where there are none."""
+    """Slots after each segment that attention leaves alone; empty where there are none."""
     prefix: PrefixStore | None = None
     """Keys and values of the sequences of the step that are cut; None where none is."""
     shared: Shared | None = None
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
     weights_T: Tensor | None = None
     """float64; weights of the targets, 0 where no loss is carried. None: each is 1."""
+    branching: Branching | None = None
+    """How its segments, without padding, continue each other; None: each begins a sequence, or what `slices` says."""
     cached: CachedRows | None = None
     """Where all its sequences keep keys and values from one forward to the next; None where they do not."""
 
@@ -119,12 +122,23 @@ class Pack:
         slots = [end - first for first, end in pairwise(self.segments)]
         return tuple(n - p for n, p in zip(slots, self.padding or [0] * len(slots), strict=True))
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the last one of some segment sees, but for what a `PrefixStore` or a cache has."""
+        return self.branching.longest if self.branching else self.max_seqlen
+
     @cached_property
     def cu_seqlens_padded(self) -> Tensor:
         """`segments` as int32 [S + 1] on the pack's device."""
         if not self.padding:
             return self.cu_seqlens
         return self._on_device(self.segments)
+
+    @cached_property
+    def real_slots(self) -> Tensor:
+        """int64 [N]; the slots that are no padding."""
+        slots = [np.arange(first, first + n) for first, n in zip(self.segments, self.lengths, strict=False)]
+        return copy_rows({"slots": np.concatenate(slots)}, self.tokens_T.device)["slots"]
 
     @cached_property
     def sequence_ids_T(self) -> Tensor:
@@ -178,7 +192,7 @@ class Pack:
 def padded_borders(lengths: Iterable[int], segment_multiple: int = 1, pack_multiple: int = 1) -> tuple[int, ...]:
     """Borders [S + 1] of segments of these lengths, each padded to a multiple, and the pack too.
 
-    The pack is filled up behind its last segment, with whole segment multiples.
+    The pack is filled up after its last segment, with whole segment multiples.
 
     Args:
         segment_multiple: what the slots of each segment are divisible by, such as 2 * cp.
@@ -198,6 +212,7 @@ def build_pack(
     plane: Plane | None = None,
     labels_of: TokensOf | None = None,
     weights_of: Callable[[int], npt.NDArray[np.float64]] | None = None,
+    trunks: bool = False,
     segment_multiple: int = 1,
     pack_multiple: int = 1,
 ) -> Pack:
@@ -213,24 +228,30 @@ def build_pack(
         labels_of: gives what a token counts as where it is a target, `IGNORE` where it carries no loss [L]; None: every
             token is the target of the token before it.
         weights_of: gives the weight of each token where it is a target [L]; None: each is 1.
+        trunks: slices that begin late continue others of the micro-batch (`StepPlan.trunks`).
         segment_multiple, pack_multiple: see `padded_borders`.
 
     Raises:
-        EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
-            plane, or a cp_comm that only predictions know.
+        EvenloadError: a sample does not begin as the one that it continues, or it holds fewer tokens than were planned,
+            or ranks share the micro-batch and there is no plane, or a cp_comm that only predictions know.
     """
 
     def fill(slices: Slices, segments: Borders, borders: Borders) -> dict[str, Any]:
         rows = _fill(slices, segments, tokens_of, labels_of or tokens_of)
         target_T = rows["labels_T"] != IGNORE
-        if weights_of and ((weights_T := of_targets(slices, segments, weights_of)) != 1)[target_T].any():
-            rows["weights_T"] = np.where(target_T, weights_T, 0.0)
+        weights_T = np.where(target_T, of_targets(slices, segments, weights_of) if weights_of else 1.0, 0.0)
         num_targets = int(np.count_nonzero(target_T))
+        for piece, slots in slots_before(slices, segments) if trunks else ():
+            num_targets += _add_trunk(piece, slots, rows, weights_T, tokens_of, labels_of or tokens_of, weights_of)
+        if (weights_T != 1)[rows["labels_T"] != IGNORE].any():
+            rows["weights_T"] = weights_T
         rows["cu_seqlens"] = np.array(borders, dtype=np.int32)
         return {**copy_rows(rows, device), "num_targets": num_targets}
 
     multiples = segment_multiple, pack_multiple
-    return lay_out_pack(micro_batch, fill, prefix, plane=plane, multiples=multiples)
+    pack = lay_out_pack(micro_batch, fill, prefix, plane=plane, multiples=multiples)
+    branches = trunks and any(piece.start for piece in pack.slices)
+    return replace(pack, branching=Branching.of(pack.slices)) if branches else pack
 
 
 def lay_out_pack(
@@ -294,6 +315,46 @@ def _fill(slices: Slices, segments: Borders, tokens_of: TokensOf, labels_of: Tok
         positions_T[first:last] = np.arange(piece.start, piece.stop)
         positions_T[last:end] = piece.stop - 1
     return {"tokens_T": tokens_T, "labels_T": labels_T, "positions_T": positions_T}
+
+
+def slots_before(slices: Slices, segments: Borders) -> Iterator[tuple[Slice, npt.NDArray[np.int64]]]:
+    """The slices that continue others of a pack, each with the slots of the tokens before it."""
+    open_: list[tuple[Slice, npt.NDArray[np.int64]]] = []
+    for piece, first in zip(slices, segments, strict=False):
+        while open_ and open_[-1][0].start >= piece.start:
+            open_.pop()
+        before = open_[-1][1][: piece.start] if open_ else np.zeros(0, dtype=np.int64)
+        if len(before) < piece.start:
+            return  # `Pack.layout` says so
+        if piece.start:
+            yield piece, before
+        open_.append((piece, np.concatenate([before, np.arange(first, first + piece.length)])))
+
+
+def _add_trunk(
+    piece: Slice,
+    slots: npt.NDArray[np.int64],
+    rows: Mapping[str, npt.NDArray[Any]],
+    weights_T: npt.NDArray[np.float64],
+    tokens_of: TokensOf,
+    labels_of: TokensOf,
+    weights_of: Callable[[int], npt.NDArray[np.float64]] | None,
+) -> int:
+    """Let the slots before a slice have the targets of its sequence, too, and their weights; how many there are. Raises
+    EvenloadError where its tokens or targets are others."""
+    stop = piece.start
+    tokens, labels = tokens_of(piece.sequence)[:stop], labels_of(piece.sequence)[1 : stop + 1]
+    known, target = rows["labels_T"][slots], labels != IGNORE
+    differ = (tokens != rows["tokens_T"][slots]) | (target & (known != IGNORE) & (labels != known))
+    if differ.any():
+        raise EvenloadError(
+            f"sample {piece.sequence} of the batch does not begin as the one that it continues",
+            f"token {int(differ.argmax())} of the first {stop} is another, or predicts another",
+            "restore the data that the run began with, or set plugins.packing.trees=false",
+        )
+    rows["labels_T"][slots] = np.where(target, labels, known)
+    weights_T[slots] += np.where(target, 1.0 if weights_of is None else weights_of(piece.sequence)[1 : stop + 1], 0.0)
+    return int(np.count_nonzero(target))
 
 
 def of_targets(slices: Slices, segments: Borders, values_of: Callable[[int], Tokens]) -> npt.NDArray[np.float64]:

@@ -1,1 +1,1 @@
-"""What layers with experts need beside a trainer's own code: losses that depend on no plan, and headers of counts."""
+"""What layers with experts need besides a trainer's own code: losses that depend on no plan, and headers of counts."""

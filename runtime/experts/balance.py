@@ -3,10 +3,10 @@
 Every rank of a group computes the same quotas from the counts that all have gathered. A planner of layers that fails or
 breaks a law of quotas is warned of, and the experts of that layer stay at home, on all ranks alike.
 
-In a pass with copies, ranks have slots beside their own experts, as many as the rank that has the most copies:
+In a pass with copies, ranks have slots next to their own experts, as many as the rank that has the most copies:
 
     slots of rank r     r (E/R + C) ... r (E/R + C) + E/R - 1   its own experts
-                        behind them                             its copies, ascending; empty slots get no token
+                        after them                              its copies, ascending; empty slots get no token
 
 Shape legend: R = ranks of a group, E = experts, C = slots for copies, S = R (E/R + C) slots of all ranks,
 T = tokens of this rank.

@@ -1,9 +1,9 @@
-"""Experts fetched for a pass, as one differentiable function: weights out before they run, gradients home behind.
+"""Experts fetched for a pass, as one differentiable function: weights out before they run, gradients home after.
 
 Parameters and optimizer states stay where they are (`owners`): a copy is an activation. One autograd function sends
 weights by the messages of `core.experts.messages` and, in its backward, the copies' gradients by the same messages
 backwards, where they are added in the order of ranks. What is not fetched gets no gradient from it. Tokens and
-probabilities pass through the function, so that their own way back begins behind it: all ranks of a group send in one
+probabilities pass through the function, so that their own way back begins after it: all ranks of a group send in one
 order, also those that have no copy themselves.
 
 Copies are kept from forward to backward, or let go and fetched again right before the backward of their layer.

@@ -4,7 +4,7 @@ A rank that runs another pass, or another plan, than its peers would exchange to
 together, or wait for ever. Counts of tokens are gathered in each layer anyway; a header of five numbers rides on them:
 two of the plan's digest, the number of the pass among those of the step that exchange, the layer, and a checksum of all
 quotas of the step so far. Ranks whose headers differ are named, before a token moves; on a device the headers come to
-the host beside the sizes of the exchange, for which the dispatcher waits anyway. While experts exchange, the rank's
+the host along with the sizes of the exchange, for which the dispatcher waits anyway. While experts exchange, the rank's
 mark says in which layer, so that a rank that hangs or dies there is named together with it. Where one rank has all
 experts nothing is told: its tokens are counted, no more.
 
@@ -109,7 +109,7 @@ class ExpertGate:
         self._mark(f"{self._where}, experts of layer {layer}")
 
     def behind_layer(self) -> None:
-        """Behind the experts of a layer, forward or backward."""
+        """After the experts of a layer, forward or backward."""
         self._moments.append(self._clock())
         self._mark(self._where)
 

@@ -32,7 +32,7 @@ def learned(chain: PlanChain, loads: Sequence[Load]) -> PlanChain:
     """The chain after a step in which this rank had such loads; the same on every rank. Collective where the chain
     needs them."""
     experts = chain.context.experts
-    if not chain.needs_loads or experts is None:
+    if not chain.layers.need_loads or experts is None:
         return chain
     sums = sums_of(loads, experts)
     return chain if sums is None else chain.with_loads(updated(experts.loads, sums))

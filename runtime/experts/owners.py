@@ -81,8 +81,9 @@ class HomeOwner(Owner):
         return hops_of(copies, self._own)
 
     def sent(self, messages: Iterable[Message]) -> PlaceOf:
+        experts = {m.expert for m in messages}
         with torch.no_grad():
-            whole = {e: torch.cat([p.flatten() for p in self._of(e)]) for e in {m.expert for m in messages}}
+            whole = {e: torch.cat([p.flatten() for p in self._parameters[e % self._own]]) for e in experts}
         return _places(whole, self.size)
 
     def arriving(self, messages: Iterable[Message]) -> tuple[PlaceOf, Callable[[], Gradients]]:
@@ -93,9 +94,6 @@ class HomeOwner(Owner):
             return [one for index in range(self._own) for one in of_index.get(index, [None] * len(self.shapes))]
 
         return _places(sums, self.size), gradients
-
-    def _of(self, expert: int) -> list[Tensor]:
-        return self._parameters[expert % self._own]
 
 
 class ShardedOwner(Owner):

@@ -33,7 +33,7 @@ from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
 from ..attention.labels import Labels, loss_divisor
-from ..attention.pack import PADDING, Pack
+from ..attention.pack import PADDING, Pack, slots_before
 from ..world.plane import FIRST_TAG
 from .weights import REPORTED_SEQUENCE, REPORTED_Z, LoopWeights, of_slots
 
@@ -138,8 +138,7 @@ class StepRouting:
     def sequence_loss(self, carrier: Tensor, scores_TE: Tensor, routed: Routed, coefficient: float) -> Tensor:
         """``carrier``, whose backward also gives ``scores_TE`` (each row sums to one) its part of the sequence loss."""
         self._record(routed)
-        how = routed, coefficient
-        attached: Tensor = _Balanced.apply(carrier, scores_TE, self, *how)  # type: ignore[no-untyped-call]
+        attached: Tensor = _Balanced.apply(carrier, scores_TE, self, routed, coefficient)  # type: ignore[no-untyped-call]
         return attached
 
     def gradient(self, routed: Routed, coefficient: float) -> Tensor:
@@ -183,6 +182,9 @@ class StepRouting:
                 shape = int(self._lengths[piece.sequence]), choices_TK.shape[1]
                 routes[key] = choices_TK.new_full(shape, UNKNOWN, dtype=torch.int16)
             routes[key][piece.start : piece.stop] = choices_TK[first : first + piece.length].to(torch.int16)
+        if pack.branching:
+            for piece, slots in slots_before(pack.slices, pack.segments):
+                routes[layer, piece.sequence][: piece.start] = choices_TK[slots].to(torch.int16)
 
     def _exchange(self, routed: Routed) -> None:
         """Add up the counts of all ranks that share the micro-batch; those that are complete are kept."""
@@ -248,13 +250,16 @@ class _Balanced(torch.autograd.Function):
     """A tensor as it is; its backward gives the scores the gradient of the sequence loss, which is known only then."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, scores_TE: Tensor, step: StepRouting, *how: Any) -> Tensor:
-        ctx.step, ctx.how = step, how
+    def forward(
+        ctx: Any, carrier: Tensor, scores_TE: Tensor, step: StepRouting, routed: Routed, coefficient: float
+    ) -> Tensor:
+        ctx.of_call = step, routed, coefficient
         ctx.save_for_backward(scores_TE)
         return carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (scores_TE,) = ctx.saved_tensors
-        ctx.step.report(ctx.how[0], scores_TE)
-        return gradient, ctx.step.gradient(*ctx.how).to(scores_TE.dtype), None, None, None
+        step, routed, coefficient = ctx.of_call
+        step.report(routed, scores_TE)
+        return gradient, step.gradient(routed, coefficient).to(scores_TE.dtype), None, None, None

@@ -41,7 +41,7 @@ class Dealing:
     slots: int
     cache_tokens: int | None
     tokens: Ints
-    """That each sample has behind its prompt [S]."""
+    """That each sample has after its prompt [S]."""
     ended: Ints
     """Whether it has its last one, 0 or 1 [S]."""
     ranks: Ints
@@ -61,13 +61,13 @@ class Dealing:
         return np.array([request.limit for request in self.requests], dtype=np.int64)[self.of]
 
     @property
-    def as_it_is(self) -> Dealt:
+    def as_it_is(self) -> SampleAssignment:
         """Samples stay where they are."""
         own = [(self.ended == 0) & (self.ranks == rank) for rank in range(self.num_ranks)]
-        return Dealt(tuple(np.flatnonzero(mask) for mask in own), "as it is")
+        return SampleAssignment(tuple(np.flatnonzero(mask) for mask in own), "as it is")
 
 
-class Dealt(NamedTuple):
+class SampleAssignment(NamedTuple):
     """The samples of each rank, by their places, in the order in which it starts them."""
 
     ranks: tuple[Ints, ...]
@@ -110,7 +110,7 @@ class Forwards(NamedTuple):
         return Forwards(self.forwards + 1, self.samples + len(rows), self.keys + sum(rows), self.prompt_tokens + tokens)
 
 
-class Ran(NamedTuple):
+class GenerationStats(NamedTuple):
     """What came of a generation."""
 
     dealer: str
@@ -125,12 +125,12 @@ class Ran(NamedTuple):
 class Dealer:
     """Deals samples in turn, those of the longest limit first, and never again."""
 
-    def deal(self, dealing: Dealing) -> Dealt:
+    def deal(self, dealing: Dealing) -> SampleAssignment:
         """The samples that have not ended, each on one rank; of those that are dealt already, where they are to be."""
         order = np.argsort(-dealing.limits, kind="stable")
-        return Dealt(tuple(order[rank :: dealing.num_ranks] for rank in range(dealing.num_ranks)), "spread")
+        return SampleAssignment(tuple(order[rank :: dealing.num_ranks] for rank in range(dealing.num_ranks)), "spread")
 
-    def ran(self, ran: Ran) -> None:
+    def ran(self, stats: GenerationStats) -> None:
         """Is told what came of it, on every rank."""
 
 
@@ -138,18 +138,18 @@ class WholePrompts(Dealer):
     """Deals prompts in turn, those of the longest limit first, each with all of its samples: a rule chooses among
     them."""
 
-    def deal(self, dealing: Dealing) -> Dealt:
+    def deal(self, dealing: Dealing) -> SampleAssignment:
         """Deal samples in the form that `Dealer.deal` has."""
         order = np.argsort(-dealing.limits, kind="stable")
         _, first, of = np.unique(dealing.of[order], return_index=True, return_inverse=True)
         ranks = np.argsort(np.argsort(first))[of] % dealing.num_ranks
-        return Dealt(tuple(order[ranks == rank] for rank in range(dealing.num_ranks)), "whole prompts")
+        return SampleAssignment(tuple(order[ranks == rank] for rank in range(dealing.num_ranks)), "whole prompts")
 
 
-def agreed(dealer: Dealer, dealing: Dealing) -> Dealt:
+def agreed(dealer: Dealer, dealing: Dealing) -> SampleAssignment:
     """What a dealer says at the beginning, the same on every rank; samples are spread, with a warning, where it fails
     or is late on any. Collective. Raises RankError where ranks are told different things."""
-    asked = Future[Dealt]()
+    asked = Future[SampleAssignment]()
 
     def ask() -> None:
         try:
@@ -158,7 +158,7 @@ def agreed(dealer: Dealer, dealing: Dealing) -> Dealt:
             asked.set_exception(error)
 
     threading.Thread(target=ask, name="evenload-dealing", daemon=True).start()
-    dealt: Dealt | None = None
+    dealt: SampleAssignment | None = None
     why = "see there"
     try:
         dealt = asked.result(LATE_S)
@@ -175,7 +175,7 @@ def agreed(dealer: Dealer, dealing: Dealing) -> Dealt:
     return dealt
 
 
-def _checked(dealt: Dealt, dealing: Dealing) -> Dealt:
+def _checked(dealt: SampleAssignment, dealing: Dealing) -> SampleAssignment:
     """The dealing, if each sample that has not ended is on one rank once. Raises AssertionError."""
     left = np.flatnonzero(dealing.ended == 0)
     assert len(dealt.ranks) == dealing.num_ranks, "another number of ranks"
@@ -183,7 +183,7 @@ def _checked(dealt: Dealt, dealing: Dealing) -> Dealt:
     return dealt
 
 
-def again(dealer: Dealer, dealing: Dealing, before: Dealt) -> Dealt:
+def again(dealer: Dealer, dealing: Dealing, before: SampleAssignment) -> SampleAssignment:
     """What a dealer says of samples that are under way; where it fails, they stay, with a warning."""
     try:
         return _checked(dealer.deal(dealing), dealing)

@@ -1,11 +1,11 @@
-"""Samples from a model that is run in packs: prompts as slices, samples as rows of one token behind what is kept.
+"""Samples from a model that is run in packs: prompts as slices, samples as rows of one token after what is kept.
 
     while a sample is under way:
         pack    = the next slices of prompts, and the last token of each sample
         logits  = of the last token of each sample
         token   = argmax(allowed log-probabilities + noise of (seed, prompt, sample, place))
 
-A sample does not depend on what it is computed beside: see `noise`. In float64 it is the same token for token whatever
+A sample does not depend on what it is computed next to: see `noise`. In float64 it is the same token for token whatever
 the order, the slots and the ranks; with fewer digits but where two tokens lie within rounding of each other.
 
 Shape legend: T = tokens of a pack, R = rows that get a token, V = vocabulary.

@@ -68,7 +68,7 @@ class KeptSamples:
             if own.bar < own.state.next_border:
                 self._drop(own, sample, "left")
             else:
-                self._schedule.rest(sample)
+                self._schedule.suspend(sample)
         if not own.is_undecided:
             yield from self._decided(own, sample.request.number)
 
@@ -79,7 +79,7 @@ class KeptSamples:
         if own.state.live:
             for number in {*own.running} - {*own.state.live}:
                 self._drop(own, own.running[number], "pruned")
-            self._schedule.go_on(list(own.running.values()))
+            self._schedule.resume(list(own.running.values()))
             return
         for sample in list(own.running.values()):
             self._drop(own, sample, "left")

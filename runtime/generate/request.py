@@ -31,7 +31,7 @@ class Request(NamedTuple):
     """By which noise is drawn, so that it is the prompt's own, whatever else is asked for."""
     tokens: tuple[int, ...]
     limit: int
-    """Tokens of a sample at most, behind the prompt."""
+    """Tokens of a sample at most, after the prompt."""
     samples: tuple[int, ...] = (0,)
     """Their numbers."""
     tenant: int | None = None
@@ -45,7 +45,7 @@ class Completion(NamedTuple):
     """Number of its request."""
     sample: int
     tokens: tuple[int, ...]
-    """Behind the prompt, the end token included."""
+    """After the prompt, the end token included."""
     log_probs: tuple[float, ...]
     """Of each token, by the model itself: before temperature, top-k and top-p."""
     ended: Ended
@@ -94,7 +94,7 @@ class Generation:
     sampling: Sampling = field(default_factory=Sampling)
     end_tokens: frozenset[int] = frozenset()
     stops: Callable[[Sequence[int]], bool] = never
-    """Whether the last of these tokens of a sample, those behind its prompt, completes a stop string."""
+    """Whether the last of these tokens of a sample, those after its prompt, completes a stop string."""
     slots: int = 64
     """Samples that are under way at once on a rank."""
     cache_tokens: int | None = None

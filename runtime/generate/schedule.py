@@ -81,10 +81,10 @@ class Schedule:
         )
         self.live: list[Running] = []
         """In the order in which they started."""
-        self._resting: set[Running] = set()
+        self._suspended: set[Running] = set()
         """Samples that wait for others of their prompt."""
         self._idle: list[Running] = []
-        """Samples without a slot whose keys are there; they have rested, or do."""
+        """Samples without a slot whose keys are there; they are suspended, or were."""
         self._wanted = Counter(sample.request.number for sample in self.waiting)
         self._prefills: dict[int, Prefill] = {}
         self.tenants: dict[int, int | None] = {}
@@ -141,26 +141,26 @@ class Schedule:
         self._wanted[sample.request.number] += 1
         (self.waiting.appendleft if sample.new else self.waiting.append)(sample)
 
-    def rest(self, sample: Running) -> None:
-        """Take a sample out until `go_on`; its keys stay as long as nobody else needs their blocks."""
+    def suspend(self, sample: Running) -> None:
+        """Take a sample out until `resume`; its keys stay as long as nobody else needs their blocks."""
         assert sample.prefill is None, "it has just got a token"
         self.live.remove(sample)
-        self._resting.add(sample)
+        self._suspended.add(sample)
         self._idle.append(sample)
         self._gave_up = False
 
-    def go_on(self, samples: Sequence[Running]) -> None:
-        """Samples that rest are the next to get a slot."""
+    def resume(self, samples: Sequence[Running]) -> None:
+        """Suspended samples are the next to get a slot."""
         for sample in reversed(samples):
-            self._resting.remove(sample)
+            self._suspended.remove(sample)
             self._wanted[sample.request.number] += sample.key < 0
             self.waiting.appendleft(sample)
 
     def drop(self, sample: Running) -> None:
         """Take a sample out that nobody needs here, wherever it is."""
         number = sample.request.number
-        if sample in self._resting:
-            self._resting.remove(sample)
+        if sample in self._suspended:
+            self._suspended.remove(sample)
         elif sample in self.live:
             self._leave(sample)
         else:
@@ -263,7 +263,7 @@ class Schedule:
         while self._idle and not self._tables.has_free(blocks):
             sample = self._idle.pop()
             self._free_keys(sample)
-            self._wanted[sample.request.number] += sample not in self._resting
+            self._wanted[sample.request.number] += sample not in self._suspended
         return self._tables.has_free(blocks)
 
     def _drop_prefills(self, blocks: int, besides: Prefill | None = None) -> bool:

@@ -10,7 +10,7 @@ What counts as a second depends on the device.
     CPU, several  wall time: the calling thread does only its share of the work
     threads
 
-Beside its seconds every block has a place on the wall clock: `BusyClock.spans` tells what ran when. On the CPU that is
+Besides its seconds every block has a place on the wall clock: `BusyClock.spans` tells what ran when. On the CPU that is
 ``time.perf_counter``, one clock for all processes of a machine; on CUDA the same events, counted from a first one.
 """
 

@@ -1,4 +1,4 @@
-"""Copies between a device and host memory, beside the computation, and the host memory that they go to.
+"""Copies between a device and host memory, alongside the computation, and the host memory that they go to.
 
 Host memory is page-locked in slabs and dealt in blocks of one size; what is stored there takes as many as it needs.
 So steps whose lengths differ reuse the same memory, nothing is rounded up to a power of two (torch's own cache of

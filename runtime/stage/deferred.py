@@ -14,7 +14,7 @@ Around the forward `splitting` keeps the weight out of the graph: hooks of train
 with every backward that reaches it, gradient or not, and then may miss it. Around the backward it does the same for
 layers that are recomputed there.
 
-`run` is a backward pass of its own, from one node per weight that gives dW: the hooks fire as ever, and dW is taken
+`run` is a backward pass of its own, from one node per weight that gives dW: the hooks fire as usual, and dW is taken
 over, not copied as it would be if it were handed in with a root.
 """
 

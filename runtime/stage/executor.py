@@ -61,7 +61,7 @@ class Graph(NamedTuple):
     received: Tensor | None
     """The stage's input, a leaf; None at the first stage."""
     output: Tensor
-    """Hidden states, whose memory is gone behind a `free_output`; at the last stage the loss."""
+    """Hidden states, whose memory is gone after a `free_output`; at the last stage the loss."""
 
 
 class StageTrainer(ABC):
@@ -275,7 +275,7 @@ class Executor:
         """The stage's input of a pack, token by token from what was received for other ones."""
         space = self._trainer.empty_like_input(pack)
         if not pack.slices:
-            return space.zero_()  # a dummy beside peers that run something
+            return space.zero_()  # a dummy next to peers that run something
         self._trainer.tape.gather(pack.slices, pack.segments, space.flatten(0, 1), free=free)
         return space
 

@@ -217,7 +217,7 @@ class _Known(NamedTuple):
 
 class _Pass:
     """One forward pass and its backward. Groups are what is saved from one layer's beginning to the next one's: group 0
-    before the first layer, group k from the beginning of the k-th, the last one behind the last layer."""
+    before the first layer, group k from the beginning of the k-th, the last one after the last layer."""
 
     def __init__(
         self, share: float, layers: Sequence[nn.Module], device: torch.device, host: HostMemory, moved: Moved

@@ -93,7 +93,7 @@ class StageLinks:
         self._sent[op.kind].append((work, tensor))
 
     def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
-        """What a pass starts from: F from the stage before, B from the stage behind; in ``like``, if it comes from
+        """What a pass starts from: F from the stage before, B from the stage after; in ``like``, if it comes from
         elsewhere. ``taken``: how many tensors of the other direction the neighbour had taken before this pass
         (`taken_before`)."""
         if self._inside is not None and not self._source[op.kind]:
@@ -105,7 +105,7 @@ class StageLinks:
         return like
 
     def wait_for_sends(self, most: int) -> None:
-        """Wait until the stage behind has all but so many of the outputs that it was sent: nothing that comes back
+        """Wait until the stage after has all but so many of the outputs that it was sent: nothing that comes back
         would tell, where no backward follows."""
         self._release("F", self._taken["F"] + len(self._sent["F"]) - most)
 
@@ -152,7 +152,7 @@ def pairs(rows: Iterable[Ranks], first: int) -> list[Ranks]:
 
 
 def has_one_queue(backends: str) -> bool:
-    """Whether a stuck send holds up what is issued behind it, on whatever stream. ``backends``: as torch writes them,
+    """Whether a stuck send holds up what is issued after it, on whatever stream. ``backends``: as torch writes them,
     "cpu:gloo,cuda:nccl"."""
     return "nccl" in backends and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 

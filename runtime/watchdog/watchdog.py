@@ -1,10 +1,10 @@
 """End the whole job, with one message that names the right rank, as soon as one rank fails, dies or hangs.
 
 Left alone, a dead rank shows up in its peers as "Connection closed by peer", a hung one as nothing for half an hour.
-So every rank runs two threads beside its work; the work itself gains no collective. One beats on the job's store and
+So every rank runs two threads next to its work; the work itself gains no collective. One beats on the job's store and
 judges what it reads there:
 
-* A rank that raises posts its failure; the first post wins, all others end quietly behind it.
+* A rank that raises posts its failure; the first post wins, all others end quietly after it.
 * A rank without a heartbeat for `gone_s` is gone: killed, stopped, or inside a call that holds the interpreter lock.
   Each rank watches the nearest lower rank that still works, so the cost per rank does not grow with the job.
 * If no rank has made progress for `stuck_s` the job hangs. `at` marks progress, and inside `working` CPU time and bytes

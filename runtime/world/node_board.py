@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ...core.input.bounds import RANKS
-from ...core.planning.turns import Turns
+from ...core.planning.turns import PlannerRotation
 from .agreement import everyone, rank_and_size
 from .variables import integer
 
@@ -44,7 +44,7 @@ class NodeBoard:
         self._store.delete_key(key)
 
 
-def open_board() -> Turns | None:
+def open_board() -> PlannerRotation | None:
     """The turns of this rank on its node, as torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE describe it; None, on all ranks
     alike, where any rank is alone on its node or does not reach its board. Collective."""
     rank, _ = rank_and_size()
@@ -60,7 +60,7 @@ def open_board() -> Turns | None:
         board = _opened(port)
     if not all(everyone(board is not None)) or board is None:
         return None
-    return Turns(NodeBoard(board), place, size)
+    return PlannerRotation(NodeBoard(board), place, size)
 
 
 def _opened(port: int) -> TCPStore | None:

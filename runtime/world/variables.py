@@ -53,7 +53,7 @@ def integer(name: str, default: int, least: int, most: int) -> int:
     digits = text.strip()
     if digits.isascii() and digits.isdigit() and len(digits) <= 20 and least <= int(digits) <= most:
         return int(digits)
-    raise EvenloadError(f"{name} is no integer from {least} to {most}", shown(text), _DO)
+    raise EvenloadError(f"{name} is not an integer from {least} to {most}", shown(text), _DO)
 
 
 def _refuse_unknown(address: str, port: int) -> None:
@@ -63,7 +63,7 @@ def _refuse_unknown(address: str, port: int) -> None:
             socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
             return
         except UnicodeError as error:
-            raise EvenloadError("MASTER_ADDR is no name of a machine", shown(address), _DO) from error
+            raise EvenloadError("MASTER_ADDR is not the name of a machine", shown(address), _DO) from error
         except OSError as error:
             if time.monotonic() > until:
                 detail = f"{shown(address)}: {error.strerror}"

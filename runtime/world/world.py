@@ -26,7 +26,7 @@ class World:
     """Whether `init_world` made the process group, so that `close_world` may destroy it."""
 
 
-def init_world(timeout_s: float = 1800.0, backend: str | None = None, gone_s: float = 30.0) -> World:
+def init_world(timeout_s: float = 1800.0, gone_s: float = 30.0) -> World:
     """Join the job that torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) describe.
 
     Without RANK and WORLD_SIZE this is a world of one, with a process group all the same, so that hosts which insist on
@@ -34,8 +34,6 @@ def init_world(timeout_s: float = 1800.0, backend: str | None = None, gone_s: fl
 
     Args:
         timeout_s: after which a rank that does not come is given up, and a collective that a peer does not join fails.
-        backend: as in `dist.init_process_group`; None takes gloo for CPU tensors and, where there is CUDA, nccl for
-            its tensors.
         gone_s: after which a rank that has come and does not beat any more is gone.
 
     Raises:
@@ -54,7 +52,7 @@ def init_world(timeout_s: float = 1800.0, backend: str | None = None, gone_s: fl
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks that share a host share its cores; each of them would take all otherwise.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // integer("LOCAL_WORLD_SIZE", 1, 1, RANKS)))
-    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     job = job_variables()
     if job is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s))

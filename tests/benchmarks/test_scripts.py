@@ -26,7 +26,6 @@ SWEPT = (BENCHMARKS.parent / "recipes" / "sweeps" / "importlib.yaml", "train.ste
         ("lora/sweep.py", SWEPT, "runs"),
         ("planning/mesh.py", ("--quick",), "batches"),
         ("training/mixtures.py", ("--quick",), "rows"),
-        ("training/slow_ranks.py", ("--causes", "none", "--steps", "5"), "rows"),
     ],
 )
 def test_a_script_ends_well(script, words, key, tmp_path):

@@ -66,7 +66,7 @@ def job(monkeypatch):
     machine = Machine(chain)
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     lengths = np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250])
-    source = SimpleNamespace(lengths=lengths, targets=None, groups=None, weight_sums=None, tokens=None)
+    source = SimpleNamespace(lengths=lengths, targets=None, groups=None, trunks=None, weight_sums=None, tokens=None)
     watchdog = SimpleNamespace(at=lambda *where, **more: None)
     return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, watchdog, source)
 
@@ -138,4 +138,4 @@ def test_a_run_without_plugins_says_that_it_is_stock(job, caplog):
     assert [r.message for r in caplog.records] == [said]
     assert result["ratio"]["stock"]["same_plans"]
     (line, *_) = closing_lines(result["ratio"], {"device": "cpu"})
-    assert "evenload is stock itself, whose plan it runs in every step" in str(line)
+    assert "none over stock, whose plan evenload runs in every step" in str(line)

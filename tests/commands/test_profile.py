@@ -15,14 +15,11 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.machine.layout import Layout
-from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
-from evenload.core.recipe.recipe import load, parse
-from evenload.core.recipe.sizes import shape_of
+from evenload.core.recipe.recipe import load
 from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import live_bytes
-from evenload.training.profiling import tenants
 from evenload.training.profiling.cases import Case, cases
 from evenload.training.profiling.degrees import sharded_otherwise
 from evenload.training.verbs import profile
@@ -205,11 +202,12 @@ class Machine:
 def job_on(machine, monkeypatch):
     monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     monkeypatch.setattr(profile, "cpu_clock", lambda: lambda: machine.now)
-    recipe = SimpleNamespace(model=SimpleNamespace(vocab_size=128), data=SimpleNamespace(max_length=65536))
+    data = SimpleNamespace(max_length=65536)
+    recipe = SimpleNamespace(model=SimpleNamespace(vocab_size=128), data=data, adapts=False)
     return SimpleNamespace(
         host=machine,
         recipe=recipe,
-        leads=False,
+        is_rank0=False,
         world=SimpleNamespace(size=1, device=CPU),
         gather=lambda *values: np.array([values]),
         watchdog=SimpleNamespace(at=lambda where: None),
@@ -348,18 +346,6 @@ def test_degrees_of_tensor_parallelism_are_measured_into_one_file(tmp_path, ran,
     wrong = command(tmp_path, "profile", "recipe.yaml", "--tp", "3", "--nproc", "2", "--out", "costs.yaml")
     assert wrong.returncode == 2
     assert "does not divide the ranks" in wrong.stderr
-
-
-def test_what_the_tenant_of_a_profile_takes_is_what_plans_add_for_such_a_tenant():
-    recipe = parse({"plugins": {"lora": {"enabled": True}}, "model": {"vocab_size": 256}, "parallel": {"dp": 2}})
-    chain, shape = PlanChain.of_recipe(recipe, recipe.layout()), shape_of(recipe.model)
-    base = chain.context.costs
-    joined = with_tenants(chain, shape, [TenantLoad(tenants.ADAPTER, 1.0)]).context.costs
-    found = tenants.of_base(joined, shape)
-    assert joined.forward.token_s > base.forward.token_s
-    assert found.forward.token_s == pytest.approx(base.forward.token_s)
-    assert found.backward.token_s == pytest.approx(base.backward.token_s)
-    assert found.frozen_base
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from evenload.core.errors import EvenloadError
 from harness.cases import full
 from harness.commands import ACCELERATE, TORCHRUN, command
 from harness.forge import free_port
+from harness.without import needs
 
 pytestmark = pytest.mark.usefixtures("on_cpus")
 
@@ -89,6 +90,7 @@ def test_a_command_ends_with_a_run_that_is_killed(recipe):
             time.sleep(0.05)  # it is about to end
 
 
+@needs("packing")
 def test_keys_in_front_of_the_command_change_the_recipe(recipe):
     show = (sys.executable, "-c", "import os; print(os.environ['PYTHON_EVENLOAD'])")
     (line,) = start(recipe, *show).stdout.splitlines()

@@ -20,7 +20,6 @@ from evenload.training.checkpoint.checkpoints import newest_whole
 from evenload.training.checkpoint.manifest import read as load_manifest
 from harness.cases import full, only_full
 from harness.commands import OF_A_JOB, TORCHRUN, Done
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 
@@ -297,6 +296,8 @@ def refuse_wrong_page(page, result):
 
 def refuse_wrong_boards(place, rows):
     """TensorBoard and Weights & Biases have the numbers of every step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(place / "board"))
     events.Reload()
     wanted = ("imbalance", "tokens_per_s", "padding_frac", "step_s", "predicted_s", "bubble_frac")
@@ -371,12 +372,13 @@ import os
 import evenload.training.learning as learning
 import evenload.training.run.variant as variant
 from evenload.core.costs.refit import coefficients, rows_of
-take, with_values = variant.take, learning._with
+run_step, with_values = variant.run_step, learning._with
 def planted(job, planned, step, ending, record):
     truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
-    return replace(take(job, planned, step, ending, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
-variant.take = planted
+    step = run_step(job, planned, step, ending, record=record)
+    return replace(step, busy_s=forward_s + backward_s, forward_s=forward_s)
+variant.run_step = planted
 def own(chain, values):
     rank = int(os.environ["RANK"])
     return with_values(chain, values * [1, 1, 100**rank, 1, 1, 100**rank, 1])

@@ -1,6 +1,7 @@
 """`evenload verify` by the command line: exact where it should be, and not fooled by planted faults."""
 
 import json
+import random
 from functools import partial
 
 import pytest
@@ -86,6 +87,56 @@ def test_every_layout_is_exact(words, tolerance, verify):
     assert (result["tokens_missing"], result["tokens_repeated"]) == (0, 0)
     assert result["uncompared_parameters"] == []
     assert result["planner"] == "packing"
+
+
+EXPERTS = ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4", "plugins.moe.enabled=true")
+TREES = [
+    pytest.param(("parallel.pp=2", "train.recompute=true"), 1e-9, id="megatron pp 2, recomputed"),
+    pytest.param((*DEEPSPEED, "deepspeed.zero_stage=3", "data.loss_on=all"), 2e-6, id="deepspeed zero 3, all targets"),
+    only_full(("parallel.dp=2",), 1e-9, id="megatron dp 2"),
+    only_full(("parallel.tp=2",), 1e-9, id="megatron tp 2"),
+    only_full(("parallel.dp=2", "train.dtype=fp32", "data.loss_on=all"), 2e-5, id="megatron dp 2, all targets"),
+    only_full((*DEEPSPEED, "deepspeed.zero_stage=0"), 2e-6, id="deepspeed zero 0"),
+    only_full((*DEEPSPEED, "deepspeed.zero_stage=2"), 2e-6, id="deepspeed zero 2"),
+    only_full(("parallel.dp=2", "train.dtype=fp32", *EXPERTS), 2e-5, id="megatron dp 2, experts"),
+]
+ONE_TRUNK = """
+import evenload.runtime.attention.pack as pack
+real = pack._add_trunk
+def once(piece, slots, rows, weights_T, *readers):
+    return real(piece, slots, rows, weights_T.copy(), *readers)
+pack._add_trunk = once
+"""
+"""A trunk's loss counts once for all rows that have it."""
+
+
+@pytest.fixture
+def trees(place):
+    """Rows of a prompt and one to six completions."""
+    drawn = random.Random(1)
+    rows = [
+        {
+            "prompt": "".join(drawn.choices("abc ", k=drawn.randint(8, 90))),
+            "completions": ["".join(drawn.choices("abc", k=drawn.randint(1, 50))) for _ in range(drawn.randint(1, 6))],
+        }
+        for _ in range(30)
+    ]
+    (place / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return "data.source=rows.jsonl", "train.global_batch_size=20"
+
+
+@pytest.mark.parametrize(("words", "tolerance"), TREES)
+def test_completions_that_share_their_prompt_are_exact(words, tolerance, trees, verify):
+    result = verify(*words, *trees, steps=2)
+    assert result["exact"], result["over"]
+    assert result["grad_rel_err"] <= tolerance
+    assert result["branches"]["trunks computed once"] > 5
+    assert (result["tokens_missing"], result["tokens_repeated"]) == (0, 0)
+
+
+def test_a_trunk_that_counts_once_for_all_rows_is_caught(trees, verify_with):
+    result = verify_with(ONE_TRUNK, "parallel.dp=2", "train.dtype=fp32", "data.loss_on=all", *trees)
+    assert result["grad_rel_err"] > 1e-3
 
 
 ADAM = ("train.weight_decay=0.3", "train.betas=[0.8, 0.9]", "train.eps=1e-4", "train.lr=1e-2", "train.clip_grad=0.3")
@@ -179,7 +230,6 @@ from evenload.core import registry
 load_plugins()
 registry.get("moe").layers["clone"] = lambda counts, *_: np.zeros(counts.shape[::-1], dtype=np.int64)
 """
-EXPERTS = ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4", "plugins.moe.enabled=true")
 
 
 def test_planners_that_failed_are_not_exact_however_well_the_simpler_plan_ran(verify_with):

@@ -63,7 +63,7 @@ BROKEN = {
     "empty slice": (whole(ONE, OTHER, MicroBatch((Slice(1, 2, 2),), (0,))), "outside"),
     "tenants of other sequences": (replace(WHOLE, tenants=[0]), "one tenant for each sequence"),
     "a tenant below 0": (replace(WHOLE, tenants=[0, -1]), "tenant's number is below 0"),
-    "lengths in a square": (replace(WHOLE, lengths=np.ones((2, 2), dtype=np.int64)), "no row of integers"),
+    "lengths in a square": (replace(WHOLE, lengths=np.ones((2, 2), dtype=np.int64)), "not a row of integers"),
     "no such rank": (whole(ONE, OTHER._replace(ranks=(2,))), "ranks"),
     "rank twice": (whole(ONE, OTHER._replace(ranks=(1, 1))), "ranks"),
     "no rank": (whole(ONE, OTHER._replace(ranks=())), "ranks"),

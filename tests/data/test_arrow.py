@@ -126,7 +126,7 @@ def test_a_saved_data_set_must_be_whole(tmp_path):
         with pytest.raises(EvenloadError, match=message):
             open_source(str(folder), max_length=None)
     state.write_text('{"_data_files": [{"filename": "data-00000-of-00002.arrow"}], "_indices_data_files": [{}]}')
-    with pytest.raises(EvenloadError, match="an index beside the data"):
+    with pytest.raises(EvenloadError, match="an index next to the data"):
         open_source(str(folder), max_length=None)
 
 

@@ -6,7 +6,7 @@ import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data import jsonl
 from evenload.data import lengths as lengths_module
-from evenload.data.lengths import read_lengths
+from evenload.data.lengths import read_lengths, read_prompted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +35,18 @@ def test_jsonl_counts_tokens_and_bytes(tmp_path):
     assert read_lengths(str(tmp_path / "a.jsonl")).tolist() == [2, 3, 7, 9, 4]
 
 
+def test_answers_of_a_prompt_are_samples_that_begin_alike(tmp_path):
+    rows = [{"prompt": 5, "completions": [2, 9]}, 3, {"prompt": 4, "chosen": 1, "rejected": 2, "source": "x"}]
+    rows += [{"prompt": 7, "completions": [1], "length": 6}, {"prompt": "abc", "text": "abcd"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lengths, prompted = read_prompted(tmp_path / "a.jsonl")
+    assert lengths.tolist() == read_lengths(tmp_path / "a.jsonl").tolist() == [7, 14, 3, 5, 6, 6, 4]
+    assert prompted.prompts.tolist() == [5, 5, 0, 4, 4, 0, 0]
+    assert [prompted.groups.tolist().index(group) for group in prompted.groups] == [0, 0, 2, 3, 3, 5, 6]
+    (tmp_path / "a.jsonl").write_text("3\n4\n")
+    assert read_prompted(tmp_path / "a.jsonl")[1] is None
+
+
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
@@ -57,6 +69,16 @@ def test_jsonl_counts_tokens_and_bytes(tmp_path):
         ("jsonl", b'"5"', "line 1 of .*\n  found: '5'"),
         ("jsonl", b"1e400", "line 1 of .*\n  found: inf"),
         ("jsonl", b"", "holds no length"),
+        ("jsonl", b'7\n{"prompt": 5}', "line 2 of .* gives no completions"),
+        ("jsonl", b'{"prompt": 5, "completions": []}', r"line 1 of .* gives no completions\n  found: \[\]"),
+        ("jsonl", b'{"prompt": 5, "completions": 3}', r"line 1 of .* gives no completions\n  found: 3"),
+        ("jsonl", b'{"prompt": 5, "chosen": 3}', "line 1 of .* gives no completions"),
+        ("jsonl", b'{"completions": [3]}', "the prompt of line 1 of .*\n  found: None"),
+        ("jsonl", b'{"prompt": 0, "completions": [3]}', "the prompt of line 1 of .*\n  found: 0"),
+        ("jsonl", b'{"prompt": "a", "completions": ["b"]}', "the prompt of line 1 of .*\n  found: 'a'"),
+        ("jsonl", b'{"prompt": 5, "completions": [3, -1]}', "an answer of line 1 of .*\n  found: -1"),
+        ("jsonl", b'{"prompt": 5, "chosen": 3, "rejected": 0}', "an answer of line 1 of .*\n  found: 0"),
+        ("jsonl", b'{"prompt": 1099511627776, "completions": [9]}', "is not a length\n  found: 1099511627785"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, kind, content, message):

@@ -227,7 +227,13 @@ ROWS = ['{"length": 9}', "9", '{"text": "abc def"}', '{"input_ids": [1, 2, 3]}',
 ROWS += ['{"length": 5.5}', "NaN", "Infinity", "true", "null", '"5"', "-5", "0", "1" + "0" * 5000, "1e400", "[" * 5000]
 ROWS += ['{"a":' * 5000, "[1, 2]", '{"foo": 5}', '{"length": [5]}', '{"input_ids": []}', '{"input_ids": [1, -2]}', "{"]
 ROWS += ["", '{"text": "\\ud800"}', '{"text": ""}', '{"text": null}', '{"length": 1, "length": 2}', '{"": 1}']
-ROWS += ['{"text": {"a": 1}}']
+ROWS += ['{"text": {"a": 1}}', '{"prompt": 9, "completions": [4, 5]}', '{"prompt": 5, "chosen": 1, "rejected": 2}']
+ROWS += [
+    '{"prompt": 5}',
+    '{"prompt": 0, "completions": [1]}',
+    '{"completions": {"a": [1]}}',
+    '{"prompt": 2, "completions": [1e9]}',
+]
 
 
 @st.composite

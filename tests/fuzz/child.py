@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,21 @@ def prepare(plots: bool) -> None:
     from evenload.api import load_plugins
     from evenload.commands import run
     from evenload.core.recipe.recipe import parse
-    from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
+    from evenload.core.registry import StepPlugin, registered
+    from evenload.integrations.unmodified import section as config  # noqa: F401
     from evenload.training import preflight
     from evenload.training.forecast import forecast as plan
     from evenload.training.launching import launch
-    from evenload.training.pictures import report, trace  # noqa: F401
+    from evenload.training.pictures import trace  # noqa: F401
 
     if plots:
         import matplotlib.font_manager  # noqa: F401
-        from evenload.training.pictures import plot  # noqa: F401
+        from evenload.plugins.report import plot  # noqa: F401
         from matplotlib.figure import Figure  # noqa: F401
     load_plugins()
-    for name in ("packing", "mesh", "pipeline"):
+    with suppress(ModuleNotFoundError):
+        from evenload.plugins.report import page  # noqa: F401
+    for name in (plugin.name for plugin in registered() if isinstance(plugin, StepPlugin)):
         setting = {"enabled": True, "max_tokens": 8192}
         recipe = parse({"plugins": {name: setting}, "parallel": {"dp": 2}, "train": {"global_batch_size": 4}})
         plan.look_ahead(recipe, np.arange(5, 60), 1)
@@ -66,22 +70,23 @@ def prepare(plots: bool) -> None:
     def launched(*_: Any) -> None:
         raise Reached("launch")
 
-    class Rank:
-        def __getattr__(self, verb: str) -> Any:
-            raise Reached("rank")
+    def on_ranks(*_: Any, **__: Any) -> None:
+        raise Reached("rank")
 
     class Processes:
         def __getattr__(self, name: str) -> Any:
             raise Reached("command")
 
     cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]  # which it would build anew in every child
+    dict(cli.app.commands)  # type: ignore[attr-defined]  # each is made when it is asked for
     launch.launch = launched  # type: ignore[assignment]
-    launch.import_module = lambda *_: Rank()  # type: ignore[assignment, attr-defined]
+    refuses = launch.resolve_name
+    launch.resolve_name = lambda name: refuses(name) if name.endswith((":asked", ":refuse_proof")) else on_ranks
     run.subprocess = Processes()  # type: ignore[assignment, attr-defined]
 
 
 def place(name: str, content: dict[str, Any]) -> None:
-    """Make one file of a case: its text or its bytes in hex, so many times, or what is no regular file."""
+    """Make one file of a case: its text or its bytes in hex, so many times, or what is not a regular file."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     if "text" in content or "hex" in content:
         data = content["text"].encode("utf-8", "surrogatepass") if "text" in content else bytes.fromhex(content["hex"])
@@ -107,7 +112,7 @@ def act(case: dict[str, Any]) -> Any:
         import evenload
         import numpy as np
         from evenload.core.plan_json import read_plans
-        from evenload.integrations.deepspeed.unmodified.section import parse_section, recipe_of
+        from evenload.integrations.unmodified.section import parse_section, recipe_of
 
         known = {"np": np, "evenload": evenload, "itertools": itertools, "read_plans": read_plans}
         known |= {"parse_section": parse_section, "recipe_of": recipe_of}

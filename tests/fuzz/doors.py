@@ -19,15 +19,15 @@ from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.huggingface.folders import reading, tiny  # noqa: F401  # what data and folders bring in
+from evenload.plugins.lora import members as tenants
+from evenload.plugins.lora.arrivals.folder import Folder
+from evenload.plugins.lora.arrivals.job import TenantSamples
+from evenload.plugins.lora.records.output import Output
+from evenload.plugins.lora.state.drawing import labels_in
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, Place, Site
 from evenload.training.run.writers import Entry, writer
-from evenload.training.tenants.admission import members as tenants
-from evenload.training.tenants.arrivals.folder import Folder
-from evenload.training.tenants.arrivals.job import TenantSamples
-from evenload.training.tenants.records.output import Output
-from evenload.training.tenants.state.drawing import labels_in
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
@@ -68,7 +68,7 @@ def admit() -> dict[str, str]:
     job: Any = SimpleNamespace(
         recipe=recipe,
         chain=PlanChain.of_recipe(recipe, recipe.layout()),
-        leads=True,
+        is_rank0=True,
         host=SimpleNamespace(adapters=adapters, dp_cp_rank=0),
         samples=TenantSamples(),
         watchdog=Watchdog(),
@@ -77,11 +77,11 @@ def admit() -> dict[str, str]:
         gather=lambda *values: np.array([values]),
     )
     folder = Folder(job.folder)
-    members = tenants.Members(job, Output(job), folder, None)
+    members = tenants.TenantTable(job, Output(job), folder, None)
     for _ in range(_LOOKS):
         members.apply(folder.look())
         members.admit()
-    stand = {name: str(error) for name, error in members.bad.items()}
+    stand = {name: str(error) for name, error in members.invalid_files.items()}
     for one in members.active:
         stand[one.name] = _read(one)
     for one in list(members.active):
@@ -93,16 +93,16 @@ def admit() -> dict[str, str]:
 def sampled() -> int:
     """Go on with the samples in ``o.jsonl`` as rank 0 of a generation does, one sample more; how many there are."""
     from evenload.api import load_recipe
+    from evenload.plugins.rollout.generate import mark_of, resolve_request
+    from evenload.plugins.rollout.sample_file import SampleFile
     from evenload.runtime.generate.request import Completion
     from evenload.runtime.world.folder_lock import file_lock
-    from evenload.training.run.sample_file import SampleFile
-    from evenload.training.verbs.generate import asked, mark_of
 
     out, recipe = (
         Path("o.jsonl"),
         load_recipe("r.yaml", ["data.source=d.jsonl", "generate={end_tokens: [10], max_new_tokens: 4}"]),
     )
-    mark_of(asked(recipe, Path("p.jsonl"), out, 1, Path("kept")))
+    mark_of(resolve_request(recipe, Path("p.jsonl"), out, 1, Path("kept")))
     with file_lock(out):
         file = SampleFile(out, MARK, str)
         there, more = file.read(), Completion(0, 7, (5, 6), (-0.5, -0.25), "end")
@@ -115,10 +115,10 @@ def sampled() -> int:
 def scored() -> int:
     """Write losses into ``out`` as rank 0 of a score does; bytes of them."""
     from evenload.api import load_recipe
-    from evenload.data.reference import LossFiles
+    from evenload.plugins.data.reference import LossFiles
+    from evenload.plugins.data.score import asked, refuse_others
     from evenload.runtime.world.folder_lock import folder_lock
     from evenload.training.preflight import open_data
-    from evenload.training.verbs.score import asked, refuse_others
 
     out, recipe = Path("out"), load_recipe("r.yaml", ["data.source=d.jsonl"])
     recipe, _ = asked(recipe, out, Path("kept"))
@@ -154,7 +154,7 @@ def _read(tenant: Any) -> str:
 def logged(first: int) -> int:
     """Go on with ``log.jsonl`` behind ``first`` steps; the bytes that it then has."""
     recipe = parse({"log": {"jsonl": "log.jsonl"}, "checkpoint": {"dir": "kept"}})
-    with writer(recipe, leads=True, first=first) as write:
+    with writer(recipe, is_rank0=True, first=first) as write:
         write(Entry(first, {}, {"step": first}))
     path = Path("log.jsonl")
     return path.stat().st_size if path.is_file() else 0

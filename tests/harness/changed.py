@@ -112,6 +112,8 @@ def imported(file: Path) -> list[str]:
             above = own[: len(own) - node.level] if node.level else ()
             base = ".".join((*above, *filter(None, [node.module])))
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "LazyModule":
+            names.append(ast.literal_eval(node.args[0]))
     return names
 
 

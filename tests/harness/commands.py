@@ -24,7 +24,8 @@ FORKING = """
 import json, os, sys
 exec(sys.argv[1])
 from evenload.cli import main
-import evenload.commands.tables.plan, evenload.training.forecast.forecast, evenload.training.pictures
+import evenload.api, evenload.commands.verbs.forecast, evenload.commands.tables.plan
+import evenload.training.forecast.forecast, evenload.training.pictures
 for line in sys.stdin:
     place, words, *outputs = json.loads(line)
     if not (child := os.fork()):

@@ -28,7 +28,14 @@ def kept(
     if REFERENCES not in os.environ or (labels is not None and labels.reference is not None):
         return compute(recipe, host, tokens_of, lengths, labels)
     trainer = getattr(recipe, recipe.trainer)
-    parts = [compute.__module__, recipe.model, recipe.train.dtype, trainer, recipe.parallel.tp, sorted(host.frozen)]
+    parts = [
+        compute.__module__,
+        recipe.model,
+        recipe.train.dtype,
+        trainer,
+        recipe.parallel.tp,
+        sorted(host.trained.frozen),
+    ]
     parts += [getattr(host, "tp_rank", 0), sorted(host.weights().items()), sorted(host.expert_biases().items())]
     samples = range(len(lengths))
     parts += [lengths, [tokens_of(i) for i in samples]]

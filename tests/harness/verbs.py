@@ -40,7 +40,8 @@ def on_rank(name: str, place: str, recipe: str, words: list[str], arguments: dic
     """What the verb gives on this rank."""
     from harness.groups import giving_groups_back
 
-    work = getattr(import_module(f"evenload.training.verbs.{name}"), name)
+    of_plugins = {"generate": "evenload.plugins.rollout.generate", "score": "evenload.plugins.data.score"}
+    work = getattr(import_module(of_plugins.get(name, f"evenload.training.verbs.{name}")), name)
     with chdir(place):
         asked = load_recipe(recipe, words)
         with giving_groups_back() if asked.trainer == "deepspeed" else nullcontext():

@@ -66,14 +66,28 @@ def test_a_script_of_a_checkout_is_run_stock_and_with_evenload(
 
 @pytest.mark.slow
 def test_pairs_are_equal_and_less_is_computed(
-    result: Result, forged_launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    result: Result, forged_launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launching, "launch", forged_launch)
-    padded, ours = result("pairs.py", "--quick", "--repeats", "1", "--variants", "padded,evenload")["rows"]
+    words = ("--quick", "--repeats", "1", "--variants", "padded,evenload", "--svg", tmp_path / "run.svg")
+    padded, ours = result("pairs.py", *words)["rows"]
+    assert f"{ours['over_padded']:.2f}x" in (tmp_path / "run.svg").read_text()
     assert ours["apart"]["loss"] < 1e-5
     assert ours["apart"]["grad_norm"] < 5e-5
     assert ours["same_steps"]
     assert ours["tokens"] == padded["tokens"] <= ours["computed"] < 0.8 * padded["computed"]
+
+
+@full
+@pytest.mark.slow
+def test_answers_of_a_prompt_are_equal_and_less_is_computed(result: Result) -> None:
+    words = ("--quick", "--task", "dpo", "--repeats", "1", "--steps", "2", "--prompts", "64", "--longest", "64")
+    stock, rows, trees = result("trees.py", *words)["rows"]
+    for ours in (rows, trees):
+        assert ours["apart"]["loss"] < 1e-5
+        assert ours["apart"]["grad_norm"] < 5e-5
+        assert ours["tokens"] == stock["tokens"]
+    assert trees["computed"] < 0.8 * rows["computed"]
 
 
 def test_runs_of_a_program_are_one_row_and_a_failed_one_says_why() -> None:

@@ -79,7 +79,7 @@ def trained(forged_run: Trained, assets: Path, tmp_path: Path) -> Trained:
     def train(case: Case, *words: object, recipe: str = "", steps: int = STEPS) -> Any:
         names = ("--model_name_or_path", "--dataset_name") if "trl" in case.script else ("--model", "--data")
         given = [names[0], assets / "models" / case.model, names[1], assets / "data" / case.data]
-        given += ["--output_dir", tmp_path / "out", "--max_steps", steps]
+        given += ["--output_dir", tmp_path / ("planned" if recipe else "stock"), "--max_steps", steps]
         layout = launching.trainer_arguments(case.layout, tmp_path)
         added = [*layout, *case.arguments.split(), *words]
         ended = forged_run(case.script, [*launching.COMMON, *given, *added], recipe)
@@ -124,16 +124,19 @@ def test_one_value_that_is_other_and_one_step_that_is_missing_are_noticed() -> N
 
 
 @pytest.mark.parametrize("case", [*RESUMED[:1], *map(only_full, RESUMED[1:])], ids=str)
-def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_if_never_stopped(
+def test_evenload_is_switched_off_and_on_in_the_middle_of_an_epoch_as_if_never_stopped(
     case: Case, trained: Trained, tmp_path: Path
 ) -> None:
+    """A planned run's checkpoint goes on without evenload, and a stock run's with it."""
     saving = ("--save_strategy", "steps", "--save_steps", "7")
-    whole, checkpoint = compared(case, trained, *saving), tmp_path / "out" / "checkpoint-7"
-    assert checkpoint.is_dir()
-    resumed = trained(case, *saving, "--resume_from_checkpoint", checkpoint, recipe=RECIPE)
+    whole = compared(case, trained, *saving)
     last = [whole.logged("loss")[step] for step in (8, 9, 10)]
-    assert resumed.history[-1]["train_loss"] == pytest.approx(sum(last) / 3, rel=1e-5), "it did not start at step 8"
-    compare(whole, resumed)
+    for wrote, recipe in (("planned", ""), ("stock", RECIPE)):
+        checkpoint = tmp_path / wrote / "checkpoint-7"
+        assert checkpoint.is_dir()
+        resumed = trained(case, *saving, "--resume_from_checkpoint", checkpoint, recipe=recipe)
+        assert resumed.history[-1]["train_loss"] == pytest.approx(sum(last) / 3, rel=1e-5), "it did not start at step 8"
+        compare(whole, resumed)
 
 
 def test_norms_are_equal_in_double_precision(trained: Trained) -> None:

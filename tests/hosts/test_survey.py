@@ -59,20 +59,6 @@ def test_the_table_counts_every_recipe_once(benchmark: Callable[[str], ModuleTyp
     assert [int(word) for word in last.split()[1:]] == [1, 0, 0, 0, 2, 0, 0, 3]
 
 
-def test_outcomes_of_upstreams_tests_are_compared_by_name(
-    tmp_path: Path, benchmark: Callable[[str], ModuleType]
-) -> None:
-    unit_tests, found = benchmark("unit_tests"), []
-    for of_first in ("", "<skipped/>"):
-        cases = f'<testcase classname="t" name="a">{of_first}</testcase>'
-        cases += '<testcase classname="t" name="b"><failure/></testcase>'
-        (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-        found.append(unit_tests.outcomes(tmp_path / "report.xml"))
-    assert found[0] == {"t::a": "passed", "t::b": "failure"}
-    assert unit_tests.differing(*found) == ["t::a: passed, skipped"]
-    assert unit_tests.differing(found[0], {}) == ["t::a: passed, missing", "t::b: failure, missing"]
-
-
 def test_rows_of_packed_conversations_hold_each_once(benchmark: Callable[[str], ModuleType]) -> None:
     rows = benchmark("sft_packs").best_fit([700, 400, 300, 600, 20])
     assert sorted(length for row in rows for length in row) == [20, 300, 400, 600, 700]

@@ -117,7 +117,8 @@ def refuse(plan: Plan, facts: Facts) -> None:
     for name, micro_batches in directions.items():
         for number, m in enumerate(micro_batches):
             _refuse_micro_batch(f"{name}{number}", m, lengths, cut, facts)
-        _refuse_tokens(name, micro_batches, lengths)
+            _refuse_trunks(f"{name}{number}", m, trunks_of(plan), cut)
+        _refuse_tokens(name, micro_batches, lengths, trunks_of(plan))
     _refuse_launches(directions["F"], cut)
     _refuse_backward(plan, cut, facts)
     _refuse_rows(plan, facts)
@@ -131,9 +132,16 @@ def refuse(plan: Plan, facts: Facts) -> None:
 
 def _cut(plan: Plan) -> set[int]:
     """Sequences that are not whole somewhere."""
-    lengths = plan["lengths"]
+    lengths, trunks = plan["lengths"], trunks_of(plan)
     slices = [s for m in (*plan["micro_batches"], *plan["backward"]) for s in m["slices"]]
-    return {i for i, start, stop in slices if 0 <= i < len(lengths) and stop - start < lengths[i]}
+    return {i for i, start, stop in slices if 0 <= i < len(lengths) and stop - start < lengths[i] - trunks[i]}
+
+
+def trunks_of(plan: Plan) -> list[int]:
+    """Tokens of each sequence that another one of its micro-batch computes."""
+    trunks = plan.get("trunks") or [0] * len(plan["lengths"])
+    require(len(trunks) == len(plan["lengths"]), "has", len(trunks), "trunks")
+    return trunks
 
 
 def homes_of(m: MicroBatch) -> list[list[int]]:
@@ -219,14 +227,26 @@ def _refuse_homes(name: str, m: MicroBatch, cut: set[int], facts: Facts) -> None
     require(not m["slices"] or m.get("remap") or not nobody, name, "has ranks that are nobody's home", nobody)
 
 
-def _refuse_tokens(name: str, micro_batches: list[MicroBatch], lengths: list[int]) -> None:
+def _refuse_trunks(name: str, m: MicroBatch, trunks: list[int], cut: set[int]) -> None:
+    """What a sequence leaves to others stands before it: of the slices before it that begin earlier the nearest has
+    the last of these tokens, and leaves the rest to one before it in turn."""
+    for place, (i, a, _) in enumerate(m["slices"]):
+        if not trunks[i]:
+            continue
+        require(not cut and len(m["ranks"]) == 1 and not m.get("pad_to"), name, "cuts, shares or pads trunks")
+        require(a == trunks[i], name, "begins sequence", i, "at", a, "and not after", trunks[i])
+        before = [s for s in m["slices"][:place] if s[1] < a]
+        require(bool(before) and before[-1][2] >= a, name, "has no trunk of sequence", i)
+
+
+def _refuse_tokens(name: str, micro_batches: list[MicroBatch], lengths: list[int], trunks: list[int]) -> None:
     """Every token once."""
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for m in micro_batches:
         for i, a, b in m["slices"]:
             held[i].append((a, b))
     for i, length in enumerate(lengths):
-        at = 0
+        at = trunks[i]
         for a, b in sorted(held[i]):
             require(a == at, name, "of sequence", i, "goes on at", a, "after", at)
             at = b
@@ -388,7 +408,8 @@ class _Stage:
         self._lengths, self._twins, self._number = plan["lengths"], twins, number
         self._forward = plan["micro_batches"]
         self._backward = plan["backward"] or plan["micro_batches"]
-        self._written = [0] * len(self._lengths)
+        self._first = trunks_of(plan)
+        self._written = list(self._first)
         self._unsettled = list(self._lengths)
         self._kept: set[int] = set()
         self._left: set[int] = set()
@@ -413,7 +434,7 @@ class _Stage:
             require(i in self._left, where, "comes before its backward")
 
     def finish(self) -> None:
-        require(not any(self._unsettled), "stage", self._number, "leaves sequences without gradients")
+        require(self._unsettled == self._first, "stage", self._number, "leaves sequences without gradients")
 
 
 def _carry_out(plan: Plan, facts: Facts, rows: Rows, turns: Turns, twins: dict[int, int]) -> None:

@@ -17,6 +17,7 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
+from evenload.core.planning.trees import branches_of, plan_trees
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import layer_planner
 from evenload.core.simulate.one_queue import send_turns
@@ -57,6 +58,7 @@ SETTINGS = {
         "padded": st.sampled_from([False] * 4 + [True]),
         "round_tokens": st.sampled_from([1] * 4 + [8, 64]),
         "largest_first": st.sampled_from([False, False, True]),
+        "trees": st.sampled_from([True, True, True, False]),
     },
     "mesh": {
         "max_tokens": st.one_of(st.none(), CAPS),
@@ -91,6 +93,7 @@ SETTINGS = {
 """Every setting of every plugin, its least and largest values among them."""
 
 
+@pytest.mark.every_plugin
 def test_every_setting_is_drawn():
     sections = parse({}).plugins
     for name, drawn in SETTINGS.items():
@@ -264,7 +267,7 @@ def test_any_recipe_is_planned_under_its_caps_or_refused(case, numbers):
     try:
         chain = chain_of(recipe, loop)
         loads = loads_of(chain, numbers)
-        chain = chain.with_loads(loads) if chain.needs_loads else chain
+        chain = chain.with_loads(loads) if chain.layers.need_loads else chain
         tenants = as_lengths([n * 7 % 4 for n in lengths]) if "lora" in recipe["plugins"] else None
         plan = chain.plan(batch, tenants)
     except EvenloadError as error:
@@ -293,13 +296,13 @@ def test_what_takes_over_keeps_the_caps_and_no_baseline_crashes(case):
     batch, chain = as_lengths(lengths), attempt(lambda: chain_of(recipe, loop))
     if chain is None:
         return
-    for name in chain.rules:
+    for name in chain.rivals.rules:
         if (plan := attempt(lambda name=name: chain.rule(name, batch))) is not None:
             event(f"{name} can take over")
             accept(plan, recipe, chain)
     lies = {"enabled": True, "v_shape": True, "max_tokens": HUGE}  # where layers lie is no baseline's to choose
     uncapped = {**recipe, "plugins": {"pipeline": lies} if chain.limits.v_shape else {}}
-    for name in chain.baseline_names:
+    for name in chain.rivals.names:
         if (plan := attempt(lambda name=name: chain.baseline(name, batch))) is not None:
             event(f"{name} is lawful")
             accept(plan, uncapped, chain)
@@ -321,3 +324,32 @@ def test_any_recipe_with_tenants_keeps_them_and_its_caps(case, numbers):
     event("planned")
     accept(plan, bare, chain)
     accept_tenants(plan, tenants)
+
+
+@given(cases(), st.data())
+def test_any_recipe_plans_samples_that_begin_alike_under_its_caps_too(case, data):
+    recipe, lengths, loop = case
+    packing = recipe["plugins"].get("packing", {}) | {
+        "enabled": True,
+        "padded": False,
+        "max_tokens": 2 * max(lengths) + 8,
+    }
+    others = {name: own for name, own in recipe["plugins"].items() if name in ("pipeline", "moe")}
+    recipe = {**recipe, "parallel": {**recipe["parallel"], "cp": 1}, "plugins": {**others, "packing": packing}}
+    try:
+        chain, batch = chain_of(recipe, loop), as_lengths(lengths)
+        groups = data.draw(st.lists(st.integers(0, 2), min_size=len(batch), max_size=len(batch)))
+        shares = data.draw(st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=3, max_size=3))
+        least = {group: min(n for n, own in zip(lengths, groups, strict=True) if own == group) for group in set(groups)}
+        trunks = [int(shares[group] * (least[group] - 1)) for group in groups]
+        branches = branches_of(chain, batch, groups, trunks)
+        plan = plan_trees(chain, branches) if branches else None
+    except EvenloadError as error:
+        event(f"refused: {error.what}")
+        return
+    if plan is None:
+        event("planned by rows")
+        return
+    event(f"{plan.made_by}: {'trunks' if plan.trunks.any() else 'no trunks'}")
+    accept(plan, recipe, chain)
+    assert plan.lengths.tolist() == batch.tolist()

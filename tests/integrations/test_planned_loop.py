@@ -10,19 +10,19 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.integrations.unmodified.planned_loop import GlobalBatch, PlannedLoop
+from evenload.integrations.unmodified.planned_loop import GlobalBatch, LoopSession
 from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import rank_and_size
 
 LENGTHS = as_lengths([60, 50, 30, 20, 20, 10, 10, 10])
 
 
-def loop_of_rank(*caps: int) -> PlannedLoop:
+def loop_of_rank(*caps: int) -> LoopSession:
     load_plugins()
     agreement.before_first = None
     rank, size = rank_and_size()
     recipe = parse({"plugins": {"packing": {"enabled": True, "max_tokens": caps[rank % len(caps)]}}})
-    return PlannedLoop("a loop", PlanChain.of_recipe(recipe, recipe.layout(size)))
+    return LoopSession(name="a loop", planners=PlanChain.of_recipe(recipe, recipe.layout(size)))
 
 
 def steps_of(caps: list[int], before: int) -> str:
@@ -91,8 +91,8 @@ def test_a_warning_is_given_once(caplog):
 
 def test_a_batch_of_the_lengths_of_the_last_one_is_planned_once(monkeypatch):
     loop, planned = loop_of_rank(64), []
-    plan = loop.in_line.plan
-    monkeypatch.setattr(loop.in_line, "plan", lambda *batch: planned.append(batch) or plan(*batch))
+    plan = loop.sync_planning.plan
+    monkeypatch.setattr(loop.sync_planning, "plan", lambda *batch: planned.append(batch) or plan(*batch))
     first, again = loop.plan(LENGTHS), loop.plan(LENGTHS.copy())
     assert again is first
     assert loop.steps == 2
@@ -108,7 +108,5 @@ def test_even_samples_stay_where_their_stock_step_is_as_good(lengths, as_good):
     loop = loop_of_rank(64)
     batch = GlobalBatch.of([[[length] for length in lengths]], [[None]] * 8, 0)
     for _ in range(2):
-        plan = loop.plan(batch.lengths)
-        stock = loop.stock_instead(batch, plan)
-        assert (stock is not None) == as_good
-        assert stock is None or stock.made_by == "stock"
+        assert (loop.plan_unless_even(batch) is None) == as_good
+        assert loop.has_run == as_good, "the stock step is reported"

@@ -55,7 +55,7 @@ def test_steps_of_a_process_are_counted_by_loop(folder):
     report("DeepSpeed")
     assert folder.steps == {"Megatron-Core": 2, "DeepSpeed": 1}
     assert folder.plugins == {"packing": ""}
-    assert folder.check is None, "no record outside check mode"
+    assert folder.record("check") is None, "no record outside check mode"
 
 
 def test_the_first_step_says_what_is_planned_and_how_to_turn_it_off(folder, capfd, monkeypatch):
@@ -123,9 +123,9 @@ def test_a_refusal_is_printed_once_for_the_machine(folder, capfd):
 def test_the_record_of_a_check_holds_the_first_step(folder, monkeypatch):
     monkeypatch.setenv(planned_runs.CHECK, "1")
     report()
-    record = folder.check
+    record = folder.record("check")
     report("DeepSpeed")
-    assert folder.check == record
+    assert folder.record("check") == record
     assert (record["loop"], record["samples"], record["lengths"], record["ranks"]) == ("Megatron-Core", 8, LENGTHS, 2)
     assert record["tokens"] == sum(LENGTHS)
     # Micro-batches of two samples in order, each padded to its longer one: 800 + 0 + 0 + 400.
@@ -147,7 +147,7 @@ def test_rows_that_a_script_has_packed_are_compared_with_packed_rows(folder, mon
     planned_runs._steps.clear()
     monkeypatch.setenv(planned_runs.CHECK, "1")
     planned_runs.report_step("Transformers' Trainer", one, plan, packed=packed)
-    assert (folder.check["packed"], folder.check["stock_padded_tokens"]) == (True, 0)
+    assert (folder.record("check")["packed"], folder.record("check")["stock_padded_tokens"]) == (True, 0)
 
 
 def test_gains_of_plugins_multiply_to_that_of_the_plan():

@@ -15,8 +15,8 @@ from evenload.api import load_plugins
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.integrations.megatron.unmodified.writers import tell_writers
-from evenload.integrations.unmodified.planned_loop import PlannedLoop
+from evenload.integrations.megatron.unmodified.writers import MegatronSession
+from evenload.integrations.unmodified.planned_loop import LoopSession
 from evenload.runtime.world import agreement
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "trainer_script.py"
@@ -24,11 +24,11 @@ NAMES = {"step_s", "plan_s", "predicted_s", "predicted_imbalance", "predicted_bu
 LENGTHS = as_lengths([60, 50, 30, 20, 20, 10, 10, 10])
 
 
-def loop_of(**more: Any) -> PlannedLoop:
+def loop_of(kind: type[LoopSession] = LoopSession) -> LoopSession:
     load_plugins()
     agreement.before_first = None
     recipe = parse({"plugins": {"packing": {"enabled": True, "max_tokens": 64}}})
-    return PlannedLoop("a loop", PlanChain.of_recipe(recipe, recipe.layout(1)), **more)
+    return kind(name="a loop", planners=PlanChain.of_recipe(recipe, recipe.layout(1)))
 
 
 def test_a_loop_has_the_numbers_of_its_last_reported_step() -> None:
@@ -44,7 +44,7 @@ def test_a_loop_has_the_numbers_of_its_last_reported_step() -> None:
 
 def test_megatron_s_writers_get_them_as_often_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the module of Megatron-LM, which no index has."""
-    loop = loop_of(tell=tell_writers)
+    loop = loop_of(MegatronSession)
     loop.report(loop.plan(LENGTHS))
     scalars: list[tuple[str, float, int]] = []
     logged: list[tuple[dict[str, float], int]] = []

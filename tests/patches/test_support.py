@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from evenload.integrations.host.versions import SUPPORTED
 from evenload.patches import Patch, support
-from evenload.patches.passed import PASSED
+from evenload.patches.support import PASSED
 from packaging.requirements import Requirement
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "support.md"
 ROWS = support.all_rows()
 
 
+@pytest.mark.every_plugin
 def test_the_committed_table_is_in_step_with_the_rows():
-    assert COMMITTED.read_text() == support.document(), "python -m evenload.patches.support > docs/support.md"
+    assert COMMITTED.read_text().endswith(support.document()), "make docs"
 
 
 def test_every_row_is_in_the_table_under_its_own_name():

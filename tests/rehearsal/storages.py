@@ -1,25 +1,24 @@
 """Which storages lie on the device, and the blocks of its allocator that they are. A weak reference keeps the address
 of a storage from being used again.
 
-The allocator is torch's own, simulated (benchmarks/memory/allocator.py): a block is taken when a storage is put on the
+The allocator is torch's own, simulated (`allocator.py`): a block is taken when a storage is put on the
 device, of its size at that time, and freed when the last tensor lets go of it. One stream; a kernel's own workspace is
 not seen.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from .allocator import Allocator
 
 CPU = torch.device("cpu")
 _storage = torch.Tensor.untyped_storage
@@ -30,15 +29,7 @@ forgets: list[Callable[[int], Any]] = []
 """What is to be told of storages that are gone, by their address: it will be another's."""
 
 
-def _simulated() -> Any:
-    path = Path(__file__).parents[2] / "benchmarks/memory/allocator.py"
-    spec = importlib.util.spec_from_file_location("allocator", path)
-    sys.modules["allocator"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["allocator"])
-    return sys.modules["allocator"].Allocator()
-
-
-_allocator = _simulated()
+_allocator = Allocator()
 _held: dict[int, tuple[weakref.ref[Any], Any]] = {}
 _let_go: deque[int] = deque()
 """Storages that are gone, whose blocks are freed before the next one is taken: the collector may call in its midst."""

@@ -67,7 +67,7 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert parts["verify"]["exact"]
     assert parts["train"]["comparison"]["stock"]["loss_rel_diff"] < 1e-2
     assert parts["train"]["host"]["attention"] == "torch_varlen"
-    for part in ("GPUs", "Installed", "Kernels", "Beside plain training", "Beside stock", "Profile", "Costs"):
+    for part in ("GPUs", "Installed", "Kernels", "Against plain training", "Against stock", "Profile", "Costs"):
         assert f"## {part}" in text
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from evenload.api import load_recipe
-from evenload.commands.lora import lora
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +44,10 @@ STEPS_OF = {"lora": 20}
 """Steps of a run whose end its tenants decide."""
 LATER = """
 import shutil
-from evenload.training.tenants import loop
+from evenload.plugins.lora import loop
 _train = loop.TenantLoop._train
 def train(self, planned):
-    if self.step == 4 and self._job.leads:
+    if self.step == 4 and self._job.is_rank0:
         shutil.copy("tenants/later/logging.yaml", "tenants")
     _train(self, planned)
 loop.TenantLoop._train = train
@@ -114,7 +113,9 @@ def test_a_recipe_runs_on_a_gpu(case, rehearse, tmp_path):
         assert not {what: n for what, n in waits.items() if n > most.get(what, 0)}, "more often than the table says"
     seen.check_copies(steps, *SETUP)
     if case == "lora":
-        ended = {row["name"]: (row["state"], row["step"]) for row in lora(tmp_path / "out")["tenants"]}
+        from evenload.plugins.lora.verb import standing
+
+        ended = {row["name"]: (row["state"], row["step"]) for row in standing(tmp_path / "out")["tenants"]}
         assert ended.pop("multiprocessing")[0] in ("stopped", "done")
         assert ended == {"asyncio": ("done", 20), "email": ("done", 15), "logging": ("done", 10)}
 

@@ -27,8 +27,8 @@ def recipe(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_ranks_read_the_recipe_that_was_given(name, monkeypatch):
-    def read(verb, chosen, words, num_ranks, progress, **arguments):
-        assert (words[0], num_ranks) == (verb, 3)
+    def read(work, chosen, words, num_ranks, progress, **arguments):
+        assert (words[0], num_ranks) == (work.verb, 3)
         same = evenload.load_recipe(words[1]).model_dump() == chosen.model_dump()
         return same, words[2:], arguments
 
@@ -67,13 +67,11 @@ def test_a_wrong_request_is_refused_before_ranks_start(recipe, monkeypatch):
 
 
 def test_a_rank_works_here_and_rank_0_alone_tells(monkeypatch, recipe):
-    class Verbs:
-        @staticmethod
-        def train(recipe, against, progress):
-            progress("evenload", 1, 2, "")
-            return {"against": against}
+    def train(recipe, against, progress):
+        progress("evenload", 1, 2, "")
+        return {"against": against}
 
-    monkeypatch.setattr(launch, "import_module", lambda *_: Verbs)
+    monkeypatch.setattr(launch, "resolve_name", {"evenload.training.verbs.train:train": train}.__getitem__)
     said = []
     for rank in ("0", "1"):
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -18,7 +18,7 @@ import pytest
 from evenload.api import load_plugins, load_recipe
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.recipe.recipe import schema_type
-from evenload.data.reference import LossFiles
+from evenload.plugins.data.reference import LossFiles
 from evenload.training.preflight import open_data
 
 load_plugins()
@@ -167,7 +167,7 @@ def launched(place, trainer, cases, first):
 
 
 def _ended(place, trainer, case, number):
-    from evenload.training.verbs.generate import asked, generate
+    from evenload.plugins.rollout.generate import generate, resolve_request
     from evenload.training.verbs.train import train
     from harness.groups import giving_groups_back
 
@@ -181,7 +181,7 @@ def _ended(place, trainer, case, number):
     def sample():
         with giving_groups_back() if trainer == "deepspeed" else nullcontext():
             recipe, out = load_recipe("r.yaml", [f"trainer={trainer}", *words]), Path(f"o{number}.jsonl")
-            asked(recipe, Path("p.jsonl"), out, 1)
+            resolve_request(recipe, Path("p.jsonl"), out, 1)
             generate(recipe, Path("p.jsonl"), out, 1)
 
     try:

@@ -31,7 +31,7 @@ def heavy_tail(count, seed=0):
 
 
 def drawing(lengths, made, seed=5):
-    return Drawing(SampleOrder(len(lengths), seed), lengths, EIGHT, made)
+    return Drawing(None, lengths, EIGHT, made, seed=seed)
 
 
 def same(one, other):
@@ -93,7 +93,7 @@ def test_a_resumed_run_draws_the_same_batches_on_any_number_of_ranks(ranks):
     assert len(waiting) > 5
     for k in [*waiting[:4], 0, 30]:
         state = json.loads(json.dumps(rows[k].state))
-        again = Drawing.resume(state, lengths, EIGHT, chain(3, ranks))
+        again = Drawing(state, lengths, EIGHT, chain(3, ranks))
         assert again.num_ranks == 4
         for row in rows[k + 1 :]:
             got = again()
@@ -106,7 +106,7 @@ def test_waiting_samples_run_first_when_the_delay_is_switched_off(made):
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(3))
     state = next(row.state for row in iter(draw, None) if num_waiting(row.state) > 1)
-    again = Drawing.resume(state, lengths, EIGHT, made)
+    again = Drawing(state, lengths, EIGHT, made)
     got = again()
     assert got.samples.tolist()[: -SIZE or None] == state["waiting"]["samples"]
     assert num_waiting(got.state) == 0
@@ -117,7 +117,7 @@ def test_a_shorter_delay_makes_the_old_ones_due():
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(6))
     state = next(row.state for row in iter(draw, None) if max(row.state["waiting"]["steps"], default=0) > 3)
-    got = Drawing.resume(state, lengths, EIGHT, chain(2))()
+    got = Drawing(state, lengths, EIGHT, chain(2))()
     assert set(state["waiting"]["samples"]) <= set(got.samples.tolist())
 
 
@@ -135,7 +135,7 @@ def test_a_shorter_delay_makes_the_old_ones_due():
 def test_a_damaged_queue_is_refused(queue):
     state = {**SampleOrder(300, 5).state(), "waiting": queue}
     with pytest.raises(EvenloadError, match="queue of waiting samples is damaged"):
-        Drawing.resume(state, heavy_tail(300), EIGHT, chain(3))
+        Drawing(state, heavy_tail(300), EIGHT, chain(3))
 
 
 def test_the_simpler_plan_takes_the_same_batches(caplog):
@@ -172,7 +172,7 @@ def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(mad
     lengths = heavy_tail(90)
     targets = lengths - 1
     targets[::3] = 0
-    draw = Drawing(SampleOrder(90, 5), lengths, EIGHT, made, targets=targets)
+    draw = Drawing(None, lengths, EIGHT, made, seed=5, targets=targets)
     rows = [draw() for _ in range(24)]
     runs = Counter()
     for row, drawn in zip(rows, taken(24), strict=True):
@@ -182,7 +182,7 @@ def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(mad
         runs.update(row.samples.tolist())
     drawn_often = Counter(sample for drawn in taken(24) for sample in drawn.tolist() if targets[sample])
     assert runs + Counter(waiting_of(rows[-1])) == drawn_often
-    again = Drawing.resume(json.loads(json.dumps(rows[9].state)), lengths, EIGHT, made, targets=targets)
+    again = Drawing(json.loads(json.dumps(rows[9].state)), lengths, EIGHT, made, targets=targets)
     assert all(same(again(), row) for row in rows[10:])
 
 
@@ -203,7 +203,7 @@ def test_a_batch_without_any_target_ends_the_job_when_its_turn_comes():
     lengths, made = heavy_tail(90), chain(0)
     targets = lengths - 1
     targets[taken(3)[2]] = 0
-    planner = Planner(made, Drawing(SampleOrder(90, 5), lengths, EIGHT, made, targets=targets), background=True)
+    planner = Planner(made, Drawing(None, lengths, EIGHT, made, seed=5, targets=targets), background=True)
     assert [len(planner.next().draw.samples) for _ in range(2)] == [SIZE, SIZE]
     with pytest.raises(EvenloadError, match=f"has a target\n.*step 2: {SIZE} samples"):
         planner.next()

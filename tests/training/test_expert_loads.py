@@ -92,7 +92,7 @@ def record(path, steps, *, goes_on, **changes):
     """What a run of one rank writes; each token count is the number of the step."""
     recipe = load("moe", ["model.num_layers=1", "model.moe.num_experts=2", f"log.loads={path}"]).changed(changes)
     host = SimpleNamespace(layout=recipe.layout(), dp_cp_rank=0)
-    job = SimpleNamespace(recipe=recipe, has_experts=True, leads=True, host=host)
+    job = SimpleNamespace(recipe=recipe, has_experts=True, is_rank0=True, host=host)
     with loads_writer(job, goes_on=goes_on) as write:
         for step in steps:
             write(step, SimpleNamespace(expert_loads=(Load(0, 0, (step, step), 1.0, 1.0),)))

@@ -28,9 +28,10 @@ class Knot:
 def as_it_was():
     gc.collect()
     Knot.alive = 0
+    frozen = gc.get_freeze_count()  # pytest's own cases, until a run has ended
     yield
     assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_garbage_goes_behind_the_steps_that_were_asked_for_and_not_before():

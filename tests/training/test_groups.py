@@ -9,7 +9,6 @@ import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.planner import Planner
 from evenload.core.recipe.recipe import parse
-from evenload.core.recipe.tenant import parse_tenant
 from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.data.samples.whole_groups import WholeGroups
 from evenload.training.forecast.forecast import look_ahead
@@ -169,8 +168,6 @@ def test_what_cannot_stay_together_is_refused_before_any_rank_starts(recipe):
     )
     with pytest.raises(EvenloadError, match="samples of tenants are in no groups"):
         recipe.changed({"plugins.packing.enabled": False, "plugins.lora.enabled": True})
-    with pytest.raises(EvenloadError, match=r"data\.group"):
-        parse_tenant("data: {source: a.jsonl, group: of}", "acme")
 
 
 def test_epochs_of_groups_are_counted_before_the_first_step(recipe):

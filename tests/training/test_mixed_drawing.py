@@ -37,7 +37,7 @@ def drawing(recipe, state=None):
     domains = Domains.of_lengths(recipe, lengths, {name: own - 1 for name, own in lengths.items()})
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     whole = np.concatenate([lengths[name] for name in sorted(lengths)])
-    return Drawing.resume(state, whole, batch_size(recipe), chain, seed=3, domains=domains)
+    return Drawing(state, whole, batch_size(recipe), chain, seed=3, domains=domains)
 
 
 def named(one, draw):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from evenload.training import stragglers
-from evenload.training.metrics import Taken
+from evenload.training.metrics import MeasuredStep
 from evenload.training.stragglers import WINDOW, Stragglers, queued_s
 
 RANKS = 4
@@ -29,7 +29,7 @@ def followed(num_steps, slow, *, busy_waits=False):
         exchange_s = slow(step, own) or 0.2
         step_s = float(own.sum(axis=1).max()) + exchange_s
         zeros = np.zeros((1, RANKS))
-        follower.note(step, Taken(None, step_s, 0.0, 0.0, zeros, zeros, own), work[None])
+        follower.note(step, MeasuredStep(None, step_s, 0.0, 0.0, zeros, zeros, own), work[None])
     return follower
 
 

@@ -4,7 +4,7 @@ Checkpoints are kept that are due, the last one and, where the run validates, th
 ``checkpoint.background`` they are written while training goes on. When one is due every rank copies what it has of the
 model and the optimizer (`Snapshots.snapshot`); a thread of each rank then writes the copy, compares with its peers
 whether that worked, hashes the files and commits the checkpoint, exactly as a checkpoint in the foreground is. Their
-exchanges have a process group of their own, beside those of training. One checkpoint is written at a time: where the
+exchanges have a process group of their own, next to those of training. One checkpoint is written at a time: where the
 next is due before, training waits. What fails is raised by all ranks in the same step, or at the end of the run, which
 waits too.
 """
@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -29,7 +29,6 @@ from ...integrations.host.host import Host
 from ...integrations.host.trained import Snapshots
 from ...runtime.world.agreement import all_or_none
 from ..checkpoint import checkpoints
-from ..drawing import Drawing
 from ..job import Job, logger
 
 BEST = "best"
@@ -100,35 +99,33 @@ def keep(
             checkpoints.save(root, step + 1, state, job.host.save, most)
 
 
-class Keep(Protocol):
-    """Does what is due after a step. ``state``: gives what a checkpoint keeps of the run; ``best``: the step has the
-    lowest validation loss so far; ``last``: the run ends early with it. Collective."""
+class Keeper(NamedTuple):
+    """Keeps the checkpoints that the recipe of a job asks for."""
 
-    def __call__(
+    job: Job
+    background: Background | None
+
+    def after(
         self, step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool, last: bool
-    ) -> None: ...
+    ) -> None:
+        """Do what is due after a step. ``state``: gives what a checkpoint keeps of the run; ``best``: the step has the
+        lowest validation loss so far; ``last``: the run ends early with it. Collective."""
+        if self.background:
+            self.background.look()
+        config, done = self.job.recipe.checkpoint, step + 1
+        due = last or done % config.every == 0 or done == self.job.recipe.train.steps
+        if config.dir and config.best and best:
+            keep(self.job, config.dir / BEST, step, planned, state(), self.background, most=1)
+        if config.dir and due:
+            keep(self.job, config.dir, step, planned, state(), self.background)
 
 
 @contextmanager
-def keeping(job: Job) -> Iterator[Keep]:
+def keeping(job: Job) -> Iterator[Keeper]:
     """Keeps the checkpoints that the recipe asks for; at the end all are written. Collective."""
-    config, steps = job.recipe.checkpoint, job.recipe.train.steps
-    in_background = config.background and config.dir is not None
-    with Background(job) if in_background else nullcontext() as background:
-
-        def after(
-            step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool, last: bool
-        ) -> None:
-            if background:
-                background.look()
-            done = step + 1
-            due = last or done % config.every == 0 or done == steps
-            if config.dir and config.best and best:
-                keep(job, config.dir / BEST, step, planned, state(), background, most=1)
-            if config.dir and due:
-                keep(job, config.dir, step, planned, state(), background)
-
-        yield after
+    config = job.recipe.checkpoint
+    with Background(job) if config.background and config.dir is not None else nullcontext() as background:
+        yield Keeper(job, background)
 
 
 def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> dict[str, Any] | None:
@@ -177,11 +174,3 @@ def _refuse_other_data(source: Source, name: str, kept: Any) -> None:
         if not are_same(before, own, f"the data of the checkpoint {name}"):
             detail = f"{name} has samples of fingerprint {before}, {what} now gives {own}"
             raise EvenloadError("the checkpoint was made with other data", detail, do)
-
-
-def drawing_after(job: Job, state: Mapping[str, Any]) -> Drawing:
-    """Goes on with the batches of a checkpoint's state."""
-    drawing = job.drawing(state["order"])
-    if drawing.num_ranks not in (None, job.chain.limits.num_ranks):
-        logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
-    return drawing

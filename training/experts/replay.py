@@ -53,9 +53,9 @@ class Replayed(NamedTuple):
     plan_s: float
     """Of a layer, the median, measured."""
     layer_s: float
-    """Of a layer's experts and exchanges, forward and backward, in the mean; nan where costs know no experts."""
+    """Of a layer's experts and exchanges, forward and backward, on average; nan where costs know no experts."""
     exposed_s: float
-    """The part of it that copies and their gradients travel, hidden behind nothing."""
+    """The part of it in which copies and their gradients travel, none of it hidden."""
     planner: str
     """Of layers, as the policy names it."""
     late_steps: int

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,19 +28,18 @@ from ...core.planning.planner import Draw
 from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
-from ...core.recipe.sizes import shape_of
 from ...core.simulate.events import grid
 from ...core.simulate.predict import micro_batch_imbalance
 from ...core.simulate.step import Simulation, simulate
-from ...data.lengths import read_lengths
+from ...data.lengths import read_lengths, read_prompted
 from ...data.rows.groups import group_numbers
 from ...data.rows.readers import JsonlRows
+from ..adapting import adapter_training
 from ..drawing import Drawing, batch_size, refuse_short_data, with_layers
 from ..experts.replay import Replay, loads_for, replay
 from ..pipelines import describe
-from ..shared_plan.reading import members_of
-from ..shared_plan.saving import SharedPlan
-from .samples import GivenLengths, pieces_of, samples_of
+from .samples import ForecastSamples, GivenLengths, pieces_of, samples_of
+from .trees import TreesOfStep, planned_trees
 
 _MOST_ROWS = 32
 """Ranks of stages whose programs are shown."""
@@ -73,6 +73,8 @@ class PlannedStep:
     delay_steps: float = 0.0
     certified_s: float = 0.0
     """No plan of the settings takes a step of less, predicted; 0: none is certified."""
+    trees: TreesOfStep | None = None
+    """What computing shared prompts once comes to, where the lengths have any."""
 
     @property
     def bound_s(self) -> float:
@@ -106,7 +108,7 @@ class Forecast:
     times: Literal["predicted", "measured"] = "predicted"
     """What the seconds of its steps are; bounds and bytes are predicted in either case."""
     tenants: dict[str, Any] | None = None
-    """Whose samples they are and what planning these tenants together saves (`SharedPlan.to_json`)."""
+    """Whose samples they are and what planning these tenants together saves (`PlannedTenants.saving`)."""
     unused: tuple[Unused, ...] = ()
     """Plugins that are off (`unused.with_unused`)."""
 
@@ -177,37 +179,40 @@ def look_ahead(
         return _of_tenants(recipe, chain, lengths, steps, record)
     refuse_idle_ranks(recipe.train, layout.dp)
     samples, drawing = _drawn(recipe, chain, lengths, groups)
-    refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
-    refuse_endless(samples, chain.largest_slice)
+    refuse_short_data(recipe, samples.lengths, "the lengths file holds fewer {} than one global batch", "")
+    refuse_endless(samples.lengths, chain.largest_slice)
     recipe = with_layers(recipe, layout.world_size, lambda chain: _drawn(recipe, chain, lengths, groups)[1])
     chain = PlanChain.of_recipe(recipe, recipe.layout(layout.world_size))
     drawing = _drawn(recipe, chain, lengths, groups)[1]
     planned = [_planned(chain, drawing(), record) for _ in range(steps)]
     replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
-    return Forecast(recipe, chain, samples, _comparable(planned), replayed)
+    return Forecast(recipe, chain, samples.lengths, _comparable(planned), replayed)
 
 
-def _drawn(recipe: Recipe, chain: PlanChain, lengths: Any, groups: Path | None) -> tuple[Lengths, Drawing]:
+def _drawn(recipe: Recipe, chain: PlanChain, lengths: Any, groups: Path | None) -> tuple[ForecastSamples, Drawing]:
     """The samples, and their batches as training draws them. Raises EvenloadError."""
     if groups is None and recipe.data.group is None:
         samples = samples_of(recipe, lengths)
-        return samples.lengths, samples.drawing(recipe, chain)
-    do, detail = "set data.group=null, and leave --groups out", f"data.group {recipe.data.group}, --groups {groups}"
-    refuse_first((isinstance(lengths, Mapping), "lengths of domains say no groups", detail, do))
-    all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
+        return samples, samples.drawing(recipe, chain)
+    detail, do = f"data.group {recipe.data.group}, --groups {groups}", "set data.group=null, and leave --groups out"
+    if isinstance(lengths, Mapping):
+        raise EvenloadError("lengths of domains say no groups", detail, do)
+    all_lengths, prompted = read_prompted(lengths) if isinstance(lengths, Path) else (lengths, None)
+    refuse_first((prompted is not None, "prompts with their completions are groups already", detail, do))
     pieces = pieces_of(recipe, all_lengths)
     numbers = _numbers(groups, len(all_lengths)) if groups else _of_rows(recipe.data.group, lengths)
     of_samples = np.unique(numbers[pieces.document], return_inverse=True)[1]
     size, seed = batch_size(recipe), recipe.train.seed
-    return pieces.length, Drawing.resume(None, pieces.length, size, chain, seed=seed, groups=of_samples)
+    return ForecastSamples(pieces.length), Drawing(None, pieces.length, size, chain, seed=seed, groups=of_samples)
 
 
 def _numbers(path: Path, count: int) -> Lengths:
     """The group of each sample of a lengths file, from a file that is written alike. Raises EvenloadError."""
     numbers = read_lengths(path)
-    what = "the file of groups has not one number for each length"
-    detail = f"{len(numbers)} in {shorten(str(path))}, {count} lengths"
-    refuse_first((len(numbers) != count, what, detail, "give one positive integer for each sample"))
+    if len(numbers) != count:
+        what = "the file of groups has not one number for each length"
+        detail = f"{len(numbers)} in {shorten(str(path))}, {count} lengths"
+        raise EvenloadError(what, detail, "give one positive integer for each sample")
     return numbers
 
 
@@ -220,30 +225,30 @@ def _of_rows(field: str | None, lengths: GivenLengths) -> Lengths:
 
 
 def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
-    if not isinstance(lengths, Mapping):
-        do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
-        raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
-    shared = SharedPlan(members_of(recipe, lengths), chain, shape_of(recipe.model))
-    planned: list[PlannedStep] = []
-    while shared.more and len(planned) < steps:
-        planned.append(_planned(shared.chain, shared.draw(), record))
-    tenants = shared.to_json([shared.step(step.ours.plan) for step in planned])
-    return Forecast(recipe, shared.chain, as_lengths(shared.lengths), _comparable(planned), tenants=tenants)
+    tenants = adapter_training(recipe).tenants(recipe, lengths)
+    adapted = tenants.adapted(chain)
+    planned = [_planned(adapted, draw, record) for draw in islice(tenants.draws(chain), steps)]
+    saving = tenants.saving(chain, [step.ours.plan for step in planned])
+    return Forecast(recipe, adapted, as_lengths(tenants.lengths), _comparable(planned), tenants=saving)
 
 
 def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
-    batch, chain = as_lengths(draw.lengths), chain.of_groups(draw.groups)
+    batch, trees = as_lengths(draw.lengths), None
+    if draw.trunks is None:
+        chain = chain.of_groups(draw.groups)
+    else:
+        trees = planned_trees(chain, batch, as_lengths(draw.groups), draw.trunks)
     tenants = None if draw.tenants is None else as_lengths(draw.tenants)
     start = time.perf_counter()
     step_plan = chain.plan(batch, tenants)
     plan_s = time.perf_counter() - start
     baselines = _baselines(chain, batch, tenants, record)
     least_s = certified_s(step_plan, chain.context)
-    return PlannedStep(simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps, least_s)
+    return PlannedStep(simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps, least_s, trees)
 
 
 def _comparable(planned: list[PlannedStep]) -> tuple[PlannedStep, ...]:
-    """The steps beside the baselines that can plan every one of them: some share nothing, and a sequence may be too
+    """The steps next to the baselines that can plan every one of them: some share nothing, and a sequence may be too
     long for them."""
     known = [name for name in planned[0].baselines if all(name in step.baselines for step in planned)]
     return tuple(replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
@@ -274,10 +279,10 @@ def simulated(step_plan: StepPlan, chain: PlanChain, record: bool = False) -> Si
 
 def _baselines(chain: PlanChain, batch: Lengths, tenants: Lengths | None, record: bool) -> dict[str, Simulated]:
     rows = {}
-    for name in chain.baselines_for(batch, "shown"):
+    for name in chain.rivals.of_batch(batch, "shown"):
         with suppress(EvenloadError):
             row = simulated(chain.baseline(name, batch, tenants), chain, record)
-            rows[name] = replace(row, ignores=chain.breaks(name, row.plan))
+            rows[name] = replace(row, ignores=chain.rivals.breaks(name, row.plan))
     return rows
 
 
@@ -301,6 +306,7 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
             }
             for name, one in step.baselines.items()
         },
+        **({"trees": step.trees._asdict()} if step.trees else {}),
     }
 
 

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ...core.errors import EvenloadError, RankError
@@ -32,10 +32,11 @@ from ...runtime.watchdog import marks
 from ...runtime.watchdog.orphans import die_with_parent
 from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import RESULT, job_variables
+from ..adapting import adapter_training
 from ..early_end import AT_ONCE_S, BEGAN, BEGAN_S, SIGNALS
 from ..preflight import preflight
 from ..progress import PROGRESS_SOCKET, Progress, inherited_progress, pass_on_progress, progress_sockets, silent
-from ..tenants.arrivals.preflight import preflight as preflight_of_tenants
+from ..verbs import TRAIN, VERIFY, RankWork
 from .verdict import Rank, RankWatch, Verdict
 
 _LOOK_S = 0.1
@@ -53,45 +54,41 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def end_with_launcher() -> None:
-    """To be called in a rank: where `launch` started it, it ends when the launcher does, however that ends."""
-    if RESULT in os.environ:
-        die_with_parent()
-
-
 def on_ranks(
-    verb: str, recipe: Recipe, words: Sequence[str], num_ranks: int | None, progress: Progress, **arguments: Any
+    work: RankWork, recipe: Recipe, words: Sequence[str], num_ranks: int | None, progress: Progress, **arguments: Any
 ) -> dict[str, Any] | None:
     """What the verb gives on rank 0; None on other ranks, and where the launcher takes it.
 
     ``words``: the command line by which local ranks do the same. Raises EvenloadError, and SystemExit where ranks that
     this has started have said themselves what is wrong.
     """
-    if verb == "train" and recipe.train.export is not None:
+    if work is TRAIN and recipe.train.export is not None:
         refuse_taken(recipe.train.export)
+    if work.refuse and RESULT not in os.environ:  # else `launch` was asked the same, and has checked it
+        resolve_name(work.refuse)(recipe, **arguments)
     if is_rank():
         job_variables()  # before anything is loaded that takes long
-        end_with_launcher()
-        work = getattr(import_module(f"..verbs.{verb}", __package__), verb)
+        if RESULT in os.environ:  # `launch` started this rank, which ends when the launcher does, however that ends
+            die_with_parent()
         progress = inherited_progress() or (progress if os.environ["RANK"].strip() == "0" else silent)
-        return work(recipe, progress=progress, **arguments)  # type: ignore[no-any-return]
-    size = _checked(verb, recipe, num_ranks, arguments.get("against", ()))
+        return resolve_name(work.function)(recipe, progress=progress, **arguments)  # type: ignore[no-any-return]
+    size = _checked(work, recipe, num_ranks, arguments.get("against", ()))
     if size > LOCAL_RANKS:
-        do = f"start them with torchrun -m evenload {verb} on several machines"
+        do = f"start them with torchrun -m evenload {work.verb} on several machines"
         raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
     return launch(words, size, recipe.safety, progress)
 
 
-def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
+def _checked(work: RankWork, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
-    if verb in ("export", "generate"):  # without data
+    if not work.needs_data:
         return recipe.layout(num_ranks).world_size
     if recipe.adapts:
-        needs = verb != "verify"
-        return preflight_of_tenants(recipe, num_ranks, against, needs_tenants=needs).chain.context.layout.world_size
+        chain = adapter_training(recipe).preflight(recipe, num_ranks, against, proof=work is VERIFY)
+        return chain.context.layout.world_size
     chain = preflight(recipe, num_ranks).chain
     for name in against:
-        chain.offer(name)
+        chain.rivals.offer(name)
     return chain.context.layout.world_size
 
 

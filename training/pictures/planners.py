@@ -37,19 +37,3 @@ def about(forecast: Forecast) -> dict[str, Any]:
 def command() -> str:
     """What was typed, with the program's bare name."""
     return shlex.join(["evenload", *sys.argv[1:]])
-
-
-WHAT_THEY_DO = {
-    "padded": "equal counts of samples, padded within a micro-batch",
-    "whole": "whole sequences, balanced by cost",
-    "chunks": "long sequences in chunks, the others packed",
-    "in_order": "packed in the order of the batch",
-    "whole_1f1b": "a sequence a micro-batch",
-    "fixed_chunks": "chunks of equally many tokens, short sequences packed",
-    "algorithm_1": "InfiniPipe's algorithm 1, pipelines drain in between",
-    "dp_balanced": "packed in the order of the batch, as many packs a rank",
-    "dynamic_cp": "groups of ranks by tokens, in rounds that share work",
-    "best_fit": "best-fit bins, dealt out in turn",
-    "karmarkar_karp": "sequences to ranks by largest differencing of cost",
-}
-"""Planners in a few words."""

@@ -112,7 +112,7 @@ def _events(tracks: Sequence[Track], every: int) -> Iterator[str]:
     threads_of: dict[str, dict[Place, _Thread]] = {}
     steps = Counter[str]()
     numbers = count(1)
-    # Each pass that hands over has two events of an arrow beside its own.
+    # Each pass that hands over has two events of an arrow besides its own.
     arrows = 3 * sum(len(track.spans) for track in tracks) <= MOST_EVENTS
     for track in tracks:
         limits, threads = track.plan.limits, threads_of.setdefault(track.name, {})

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...core.costs.decode import DecodeCost
+from ...core.costs.decode import DecodeCost, fit_decode
 from ...core.recipe.recipe import Recipe
 from ...integrations.host.generating import unfit
-from ...plugins.rollout import fit_costs
 from ...runtime.attention.pack import Pack
 from ...runtime.generate.engine import Decoder, generate
 from ...runtime.generate.request import Generation, Request
@@ -38,17 +37,17 @@ def measure_decoding(job: Job, clock: Callable[[], float]) -> DecodeCost | None:
     times = []
     with job.host.decoding() as decoder:
         for rows, prompt in cases:
-            job.watchdog.at(f"timing decode steps of {rows} samples behind {prompt} tokens")
+            job.watchdog.at(f"timing decode steps of {rows} samples after {prompt} tokens")
             times.append(np.min([_timed(recipe, decoder, rows, prompt, clock) for _ in range(RUNS)], axis=0))
     steps_s, prefills_s = np.array([job.gather(*of_case).mean(axis=0) for of_case in times]).T
     rows, prompts = np.array(cases).T
     keys = rows * (prompts + (STEPS + 1) / 2)
-    costs = fit_costs(rows, keys, steps_s)
+    costs = fit_decode(rows, keys, steps_s)
     longest_case = int((rows * prompts).argmax())
     tokens = rows[longest_case] * (prompts[longest_case] - 1)
     prompt_s = max(0.0, float(prefills_s[longest_case]) - costs.step_s) / tokens
     fitted = costs.step_s + costs.row_s * rows + costs.key_s * keys
-    numbers = {**costs._asdict(), "prompt_s": prompt_s, "fit_error": np.abs(fitted / steps_s - 1).mean()}
+    numbers = {**costs.model_dump(), "prompt_s": prompt_s, "fit_error": np.abs(fitted / steps_s - 1).mean()}
     return DecodeCost(**{name: float(f"{value:.4g}") for name, value in numbers.items()})
 
 

@@ -32,7 +32,7 @@ def sharded_otherwise(
     recipe: Recipe, others: Mapping[str, Recipe], degrees: Sequence[int] = ()
 ) -> dict[Sharding, Recipe]:
     """Recipes by what their ranks divide between them; ``others``: by the words that change this one. Raises
-    EvenloadError for one that costs do not tell from it, or from another, or beside several ``degrees``."""
+    EvenloadError for one that costs do not tell from it, or from another, or together with several ``degrees``."""
     if others and len(degrees) > 1:
         what, do = "one file has several degrees of tensor parallelism or several shardings", "write a file for each"
         raise EvenloadError(what, f"--tp {','.join(map(str, degrees))} and --also {shown(next(iter(others)))}", do)
@@ -41,7 +41,7 @@ def sharded_otherwise(
         sharding = trainer_called(changed.trainer).traits(changed).sharding
         if sharding in known or (changed.trainer, changed.model) != (recipe.trainer, recipe.model):
             what = "one file tells recipes apart by what their ranks divide (none, optimizer, parameters)"
-            do = "e.g. deepspeed.zero_stage=3 beside 1; else write another file"
+            do = "e.g. deepspeed.zero_stage=3 in addition to 1; else write another file"
             raise EvenloadError(what, f"--also {shown(word)}: {sharding}", do)
         known[sharding] = changed
     return {sharding: one for sharding, one in known.items() if one is not recipe}

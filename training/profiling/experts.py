@@ -33,7 +33,7 @@ class ExpertSeconds:
         return tuple(watched)
 
     def leaving(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        """A hook behind its forward."""
+        """A hook after its forward."""
         self.forward_s += self._clock()
         output = outputs[0] if isinstance(outputs, tuple) else outputs
         if output.requires_grad:

@@ -27,7 +27,7 @@ from ...core.errors import EvenloadError
 from ...core.laws import check
 from ...core.plan.limits import Limits, MemoryCost
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from ...core.planning.setting import Setting, limits_of, shares_of_rank, stage_costs
+from ...core.planning.setting import Setting, limits_of, stage_costs
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES
 from ...integrations.host.host import Host
@@ -98,7 +98,7 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     shape, states = setting.shape, setting.traits.states
     kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
-    shares = shares_of_rank(setting, tp)
+    shares = setting.shares_of_rank(tp)
     parameters = shape.parameters * shares.get("fixed_bytes", 1.0)
     sharded = states.sharded * parameters
     measured = memory.model_dump(exclude_none=True) | {
@@ -182,7 +182,7 @@ def _read(host: Host, device: torch.device, plan: StepPlan, step: Callable[[Step
     assert names == EXPECTED, f"the passes of a step came as {names}"
     begin, inner, last_inner, _, second_begin, *_, head, layers = points[: len(EXPECTED)]
     # Where one layer begins as much of a pass is under way as where another does, so the difference is what they keep;
-    # only the first has the embedding's output beside its input.
+    # only the first has the embedding's output besides its input.
     num_layers = len(_layers(host))
     between = num_layers - 1 - _inner(num_layers)
     kept = second_begin.level - begin.level
@@ -224,7 +224,7 @@ def _watched(host: Host, levels: Levels, points: list[_Point]) -> Iterator[None]
 
 
 def _inner(num_layers: int) -> int:
-    """The first layer that has others before and behind it, if there is one."""
+    """The first layer that has others before and after it, if there is one."""
     return 1 if num_layers > 2 else 0
 
 

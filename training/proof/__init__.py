@@ -1,1 +1,1 @@
-"""The parts of `evenload verify`: a planned run beside plain training, step by step."""
+"""The parts of `evenload verify`: a planned run against plain training, step by step."""

@@ -15,7 +15,7 @@ from ...integrations.host.generating import samples_of
 from ...integrations.host.host import Host
 from ...integrations.host.step import Mark
 from ...runtime.attention.pack import Pack
-from ...runtime.generate.dealing import Dealer, Dealing, Dealt
+from ...runtime.generate.dealing import Dealer, Dealing, SampleAssignment
 from ...runtime.generate.engine import Decoder
 from ...runtime.generate.request import Completion, Generation, Request
 from ...runtime.world.agreement import everyone
@@ -37,12 +37,12 @@ class Arrangement(NamedTuple):
 class Tossed(Dealer):
     """Deals samples to ranks that are drawn, and again after a few forwards that are drawn, too."""
 
-    def deal(self, dealing: Dealing) -> Dealt:
+    def deal(self, dealing: Dealing) -> SampleAssignment:
         """Deal samples in the form that `Dealer.deal` has."""
         drawn, left = np.random.default_rng(int(dealing.tokens.sum())), np.flatnonzero(dealing.ended == 0)
         ranks = drawn.integers(dealing.num_ranks, size=len(left))
         own = tuple(left[ranks == rank] for rank in range(dealing.num_ranks))
-        return Dealt(own, "tossed", drawn.integers(1, 6, size=dealing.num_ranks))
+        return SampleAssignment(own, "tossed", drawn.integers(1, 6, size=dealing.num_ranks))
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Arranged:
 
 
 def arrangements(requests: Sequence[Request], settings: Generation, block_tokens: int) -> list[Arrangement]:
-    """The recipe's own and, beside it, others that share prompts, cut them, and give samples up for want of blocks."""
+    """The recipe's own, and others that share prompts, cut them, and give samples up for want of blocks."""
     forth = range(len(requests))
     drawn = np.random.default_rng(settings.seed).permutation(len(requests)).tolist()
     largest = max(len(request.tokens) + request.limit for request in requests)

@@ -1,4 +1,4 @@
-"""A step of a run beside the same step of plain training, and by how much it may differ.
+"""A step of a run next to the same step of plain training, and by how much it may differ.
 
     gradient   ||g - ref|| / ||ref|| of every parameter, fused projections by their parts
     weight     ||w - ref|| / ||ref - start||        what the updates moved, so that a missing one is an error of 1

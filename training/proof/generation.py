@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,22 +20,20 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import as_lengths
 from ...core.planning.forward_only import forward_only
 from ...core.recipe.recipe import Recipe
-from ...data.sources import Source
 from ...integrations.host.generating import refuse_unfit
-from ...integrations.reference.textbook_adapter import Alone
 from ...integrations.reference.textbook_sampling import log_probs
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.generate.request import Completion, Request
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.agreement import everyone
 from ...runtime.world.world import World
+from ..adapting import ProvenTenant, adapter_training
 from ..hosts import integration
 from ..job import VerbJob, in_world, open_trainer
 from ..progress import Progress
 from .arrangements import Arranged, Arrangement, arranged, arrangements
 from .plain_samples import TIES, PlainSamples
 from .prompting import Prompting
-from .tenants import company
 
 ALLOWED = {"fp64": 1e-9, "fp32": 1e-5}
 """How far a log-probability may be off, by the precision of a run."""
@@ -57,31 +55,21 @@ def verify_generation(recipe: Recipe, asked: Prompting, progress: Progress) -> d
     return in_world(recipe, work)
 
 
-class _Tenant(NamedTuple):
-    """Whose data prompts begin, and whose adapter continues them."""
-
-    name: str = ""
-    number: int | None = None
-    source: Source | None = None
-    alone: Alone | None = None
-
-
 @contextmanager
-def _opened(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[tuple[VerbJob, list[_Tenant]]]:
+def _opened(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[tuple[VerbJob, list[ProvenTenant]]]:
     """The trainer, with its tenants; without any there is one that is nobody."""
     if not recipe.adapts:
         with open_trainer(recipe, world, watchdog) as job:
-            yield job, [_Tenant(source=job.source)]
+            yield job, [ProvenTenant(source=job.source)]
         return
-    with company(recipe, world, watchdog) as (of_tenants, besides):
-        rows = [_Tenant(one.tenant.name, one.number, one.tenant.source, one.alone) for one in besides]
-        yield of_tenants, [*rows, _Tenant(source=rows[0].source)]
+    with adapter_training(recipe).company(recipe, world, watchdog) as (of_tenants, tenants):
+        yield of_tenants, [*tenants, ProvenTenant(source=tenants[0].source)]
 
 
 class _Proof:
-    """A host's samples beside plain ones. Everything is collective."""
+    """A host's samples against plain ones. Everything is collective."""
 
-    def __init__(self, job: VerbJob, tenants: Sequence[_Tenant], asked: Prompting, progress: Progress) -> None:
+    def __init__(self, job: VerbJob, tenants: Sequence[ProvenTenant], asked: Prompting, progress: Progress) -> None:
         self._job, self._progress = job, progress
         self._tenants = tenants
         self._by_number = {one.number: one for one in tenants}
@@ -143,7 +131,7 @@ class _Proof:
         return requests
 
     def _row(self, arrangement: Arrangement, done: Arranged, plain: PlainSamples) -> dict[str, Any]:
-        """What an arrangement gave beside plain generation."""
+        """What an arrangement gave against plain generation."""
         name, settings, *_ = arrangement
         judged = [plain.judge(sample) for sample in done.samples if sample[:2] in plain.samples]
         missing = [key for key in plain.samples if not done.times[key]]

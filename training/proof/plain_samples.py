@@ -3,7 +3,7 @@ token, sample by sample, by the integration's `PlainModel` and `textbook_samplin
 
 Samples are taken to their limits once; end tokens and stop strings cut them afterwards, for what a token is does not
 depend on them. In float32 a sample may take another token where two lie within rounding of each other, or of a border
-of top-k or top-p: from there on it is held against forwards of its own tokens, and such flips are counted.
+of top-k or top-p: from there on it is compared with forwards of its own tokens, and such flips are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Key = tuple[int, int]
 
 
 class SampleVerdict(NamedTuple):
-    """A sample of a host beside plain generation."""
+    """A sample of a host against plain generation."""
 
     fault: str = ""
     """In words, what cannot be rounding."""
@@ -62,7 +62,7 @@ class PlainSamples:
         own = [self._taken(request, sample) for request, sample in keys[place::size]]
         whole = [sample for part in everyone(own) for sample in part]
         self.settings = replace(settings, end_tokens=settings.end_tokens | _ends_of(whole))
-        """With end tokens that plain samples have, beside the recipe's, so that some samples end early."""
+        """With end tokens that plain samples have, in addition to the recipe's, so that some samples end early."""
         self.samples: Mapping[Key, Completion] = {sample[:2]: self._cut(sample) for sample in whole}
 
     def judge(self, sample: Completion) -> SampleVerdict:
@@ -86,7 +86,7 @@ class PlainSamples:
             drawn = self._noise(sample, place, logits.shape[1])
             loose, exact, tight = (scores(logits[place], drawn, sampling, s * self._tie) for s in (1, 0, -1))
             if not loose[token] >= tight.max() - self._tie:
-                return SampleVerdict(f"{where} has another token at place {place}, which is no tie")
+                return SampleVerdict(f"{where} has another token at place {place}, which is not a tie")
             flips += int(token != exact.argmax())
         goes_on = sample.ended == "limit" and len(sample.tokens) < request.limit
         if goes_on or self._cut(sample._replace(ended="limit")) != sample:
@@ -105,7 +105,7 @@ class PlainSamples:
         return sample
 
     def _behind(self, request: Request, tokens: Sequence[int]) -> Floats:
-        """Logits by which each of these tokens behind a prompt is taken [L, V], of one forward."""
+        """Logits by which each of these tokens after a prompt is taken [L, V], of one forward."""
         if request.tenant != self._tenant:
             self._tenant = request.tenant
             self._adapted(self._tenant)

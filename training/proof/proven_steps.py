@@ -91,7 +91,7 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
 
     Tensor parallelism stays, so that plain training rounds as before; checkpoints of some trainers load on the layout
     that wrote them, or on another number of ranks. Where planners of layers are on, ranks that share experts go on
-    sharing them: else nothing of what they plan would be proved behind the resume.
+    sharing them: else nothing of what they plan would be proved after the resume.
     """
     p = recipe.parallel
     # A stage of another layout might have frozen parameters alone.

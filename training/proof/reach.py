@@ -26,7 +26,7 @@ from ...core.planning.chain import PlanChain
 MOST_BATCHES = 3
 _BUDGET_S = 20.0
 _FURTHER = 8
-"""Batches that are composed by chance, beside those of extremes."""
+"""Batches that are composed by chance, in addition to those of extremes."""
 
 
 class Chosen(NamedTuple):

@@ -1,4 +1,4 @@
-"""Steps of a run, each beside the same step of plain training.
+"""Steps of a run, each next to the same step of plain training.
 
 Both start from the same weights and see the same samples, and share nothing else: plain training is the integration's
 `PlainModel` (stock code, whole sequences, no plan) with `textbook.AdamW`. In float64 it goes its own way through all
@@ -108,7 +108,7 @@ class _Judged:
 
 @dataclass
 class Beside:
-    """Plain training beside the run of a job; with another job it goes on where an earlier host was closed.
+    """Plain training next to the run of a job; with another job it goes on where an earlier host was closed.
 
     ``plain`` is to be closed at the end. All methods are collective, and so is making one.
     """
@@ -170,8 +170,8 @@ class Beside:
         self.textbook.step(gradients, self.plain.norm(gradients), lr)
         errors.over += self.plain.update_routing(job.host)
         self.plain.load(self._rounded())
-        states, weights = job.host.optimizer_states(), job.host.weights()
-        compare_update(errors, weights, states, self.textbook, self.start, self.tolerance, job.host.frozen)
+        states, weights = job.host.trained.optimizer_states(), job.host.weights()
+        compare_update(errors, weights, states, self.textbook, self.start, self.tolerance, job.host.trained.frozen)
         job.watchdog.at("comparing", number, waits=True)
         bound = judged.tolerance.of_gradient(errors.gradient.name)
         ran = job.host.dp_cp_rank, result.executed, result.branches
@@ -275,6 +275,8 @@ def failures_of(plan: StepPlan, result: StepResult) -> tuple[str, ...]:
 def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:
     """(tokens no rank ran, tokens run more than once), of the slices that ranks report."""
     runs = [np.zeros(n, dtype=np.int64) for n in plan.lengths]
+    for sequence, trunk in enumerate(plan.trunks.tolist()):  # that the one it continues has run
+        runs[sequence][:trunk] = 1
     for s in executed:
         runs[s.sequence][s.start : s.stop] += 1
     return sum(int((r == 0).sum()) for r in runs), sum(int(np.maximum(r - 1, 0).sum()) for r in runs)

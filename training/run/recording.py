@@ -1,4 +1,4 @@
-"""Measured steps of every variant, beside the simulator's prediction of their plans: a run's trace and pictures.
+"""Measured steps of every variant, next to the simulator's prediction of their plans: a run's trace and pictures.
 
 In the trace steps follow each other on one time axis; everything that belongs to one step begins together: measured and
 predicted, evenload and baselines. A gap is waiting, in the measured tracks as in the predicted ones: a gradient sum is
@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 
 from ...core.errors import EvenloadError
-from ...core.planning.chain import STOCK
 from ...core.planning.judge import certified_s
 from ...core.planning.planner import Planned
+from ...core.planning.rivals import STOCK
 from ...core.simulate.step import Simulation, simulate
 from ..forecast.forecast import Forecast, PlannedStep, Simulated
 from ..job import Job, logger
-from ..metrics import Taken
+from ..metrics import MeasuredStep
 from ..pictures import draw
 from ..pictures.planners import OURS
 from ..pictures.trace import Track, write_trace
 from ..pipelines import bubbles_of, on_devices
+from ..step_hooks import TrainedStep
 
 _MOST_DRAWN = 50
 """Steps that pictures are made of: their spans are kept until the end of the run."""
@@ -41,7 +42,7 @@ class _Recorded:
     name: str
     step: int
     planned: Planned
-    taken: Taken
+    taken: MeasuredStep
 
     @cached_property
     def predicted(self) -> Simulation:
@@ -68,10 +69,10 @@ class Recording:
         """Whether a step is recorded."""
         return step in self._traced or step in self._drawn
 
-    def add(self, step: int, planned: Mapping[str, Planned], taken: Mapping[str, Taken]) -> None:
+    def add(self, step: int, trained: Mapping[str, TrainedStep]) -> None:
         """Keep what all ranks did in a step, by variant; the trace is written after the last step that it holds."""
-        if self._job.leads and self.wants(step):
-            self._steps += [_Recorded(name, step, planned[name], taken[name]) for name in planned]
+        if self._job.is_rank0 and self.wants(step):
+            self._steps += [_Recorded(name, step, one.planned, one.taken) for name, one in trained.items()]
             if step == self._traced.stop - 1:
                 self._write()
 

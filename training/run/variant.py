@@ -16,15 +16,16 @@ from ...core.input.format import percent
 from ...core.machine.shape import step_flops
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
-from ...core.planning.planner import Planned, Planner
+from ...core.planning.planner import Planned
 from ...core.recipe.sizes import shape_of
 from ...data.mixed import MixedSource
 from ..drawing import num_waiting
 from ..early_end import EarlyEnd
 from ..job import Job, VerbJob
-from ..learning import LoadHistory, PredictedStep, Refitting, predict_step
+from ..learning import LoadHistory, Refitting, predict_step
 from ..measuring import OURS, compare, learning_rate, measure_step
-from ..metrics import StepRow, Taken, domain_losses, summary
+from ..metrics import MeasuredStep, StepRow, domain_losses, summary
+from ..step_hooks import PredictedStep, StepHooks, TrainedStep
 from ..stragglers import Stragglers
 
 
@@ -35,8 +36,11 @@ class Variant:
         self.job, self.name = job, name
         job.host.scores_steps = job.domains is not None
         chain = replace(job.chain, instead="" if name == OURS else name)
-        self.refitting = Refitting(job, chain, state.get("refit") if state else None)
-        self.history = LoadHistory(chain, state.get("loads") if state else None)
+        self.refitting, self.history = Refitting(job, chain), LoadHistory(chain)
+        self.hooks = StepHooks((self.refitting, self.history))
+        """What it learns from its steps."""
+        if state is not None:
+            self.hooks.restore(state)
         self.rows: list[StepRow] = []
         self.exercised = Exercised()
         self.same_plans = True
@@ -46,24 +50,22 @@ class Variant:
         self._shape = shape_of(job.recipe.model)
         self._stragglers = Stragglers(job, says=name == OURS)
 
-    def step(
-        self, planned: Planned, step: int, executor: Executor, ending: EarlyEnd, *, record: bool
-    ) -> tuple[Taken, PredictedStep | None]:
-        """Train one step and note what it took; the prediction of its plan on the rank that reports. Collective."""
-        # Beside the step: large plans take the simulator a second.
-        future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.leads else None
-        with underway(self.job, begun=bool(self.rows)):
-            taken = take(self.job, planned, step, ending, record=record)
+    def step(self, planned: Planned, step: int, executor: Executor, ending: EarlyEnd, *, record: bool) -> TrainedStep:
+        """Train one step and note what it took. Collective."""
+        # Outside the step: large plans take the simulator a second.
+        future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.is_rank0 else None
+        with as_rank_error(self.job, begun=bool(self.rows)):
+            taken = run_step(self.job, planned, step, ending, record=record)
         predicted_step = future.result() if future else None
         self.rows.append(self._row(planned, taken, step, predicted_step))
-        if self.job.leads:
+        if self.job.is_rank0:
             self.exercised.note(planned.chain, planned.plan, None)
         if predicted_step and len(self.rows) > 1:
             self._stragglers.note(step, taken, predicted_step.busy_s)
         begins = len(self.rows) <= 2
         self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
         self._seconds = taken.step_s if begins else self._seconds + taken.step_s
-        return taken, predicted_step
+        return TrainedStep(step, planned, taken, predicted_step)
 
     @property
     def said(self) -> str:
@@ -76,15 +78,6 @@ class Variant:
         """What plans are made with, and the first of this run."""
         return self.history.newest(self.refitting.chain), self.history.first(self.refitting.first)
 
-    def learn(self, planner: Planner, planned: Planned, taken: Taken, predicted_step: PredictedStep | None) -> None:
-        """Let its planner follow the step that it has trained last. Collective."""
-        self.refitting.after(planner, self.rows[-1].step, planned, taken, predicted_step)
-        self.history.after(planner, taken.result)
-
-    def state(self, planner: Planner) -> dict[str, Any]:
-        """What a checkpoint keeps of what it has learned."""
-        return {**self.refitting.state(planner), **self.history.state(planner)}
-
     def result(self) -> dict[str, Any]:
         """What its steps come to; ``idle`` is 1 - busy / step of every rank, [stages][plane ranks]."""
         idle = (1 - self._busy_s / self._seconds).tolist()
@@ -92,7 +85,7 @@ class Variant:
             **summary(self.rows),
             "idle": idle,
             "stragglers": self._stragglers.rows,
-            "refit": self.refitting.report(),
+            "refit": self.refitting.fitted(),
         }
 
     def beside(self, own: Variant) -> dict[str, Any]:
@@ -102,7 +95,7 @@ class Variant:
         losses = [abs(loss / own_loss - 1) for loss, own_loss in pairs if own_loss]
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
-    def _row(self, planned: Planned, taken: Taken, step: int, predicted_step: PredictedStep | None) -> StepRow:
+    def _row(self, planned: Planned, taken: MeasuredStep, step: int, predicted_step: PredictedStep | None) -> StepRow:
         rate = self.job.chain.context.cluster.flops_per_s * self.job.world.size
         source, scores = self.job.source, taken.result.scores
         names = source.domains if isinstance(source, MixedSource) else ()
@@ -125,7 +118,7 @@ class Variant:
 
 
 @contextmanager
-def underway(job: VerbJob, *, begun: bool) -> Iterator[None]:
+def as_rank_error(job: VerbJob, *, begun: bool) -> Iterator[None]:
     """Once a step has been trained, what refuses the next one is work that failed and no wrong request: a RankError."""
     try:
         yield
@@ -135,7 +128,7 @@ def underway(job: VerbJob, *, begun: bool) -> Iterator[None]:
         raise RankError(f"rank {job.world.rank}: {error.what}", error.found, error.do) from error
 
 
-def take(job: Job, planned: Planned, step: int, ending: EarlyEnd, *, record: bool) -> Taken:
+def run_step(job: Job, planned: Planned, step: int, ending: EarlyEnd, *, record: bool) -> MeasuredStep:
     """Train a step on all ranks. Collective. Raises RankError for a loss or a gradient that is not finite."""
     taken = measure_step(job, planned, step, record=record, ending=ending)
     # DeepSpeed tells a norm of -1 where a gradient is not finite. The update is done, but no checkpoint holds it yet.

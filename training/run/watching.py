@@ -7,7 +7,9 @@ Steps of a run that began anew in the same file count from there.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +19,7 @@ from pydantic import BaseModel, Field
 from ...core.errors import EvenloadError, shorten
 from ...core.input import reading
 
+_LOOK_S = 0.5
 _KEPT = 200
 """Steps that are held."""
 _MOST_LINE = 1 << 26
@@ -156,3 +159,16 @@ class Watched:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def watch(run: Path, show: Callable[[dict[str, Any]], object] | None) -> dict[str, Any]:
+    """What the log of a run tells: as it is, or with ``show``, which gets that whenever it looks, when the run ends or
+    its reader does (Ctrl-C). ``quiet_s``: for how long nothing came. Raises EvenloadError."""
+    watched, quiet_s = Watched(log_of(run)), 0.0
+    watched.read()
+    with suppress(KeyboardInterrupt):
+        while show is not None and (watched.ends is None or not quiet_s):
+            show({**watched.to_json(), "quiet_s": quiet_s})
+            time.sleep(_LOOK_S)
+            quiet_s = 0.0 if watched.read() else quiet_s + _LOOK_S
+    return {**watched.to_json(), "quiet_s": quiet_s}

@@ -41,7 +41,7 @@ Write = Callable[[Entry], None]
 
 
 @contextmanager
-def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
+def writer(recipe: Recipe, *, is_rank0: bool, first: int = 0) -> Iterator[Write]:
     """Writes entries to every log that the recipe names; on a rank that does not lead to none. ``first``: the step that
     the run begins or goes on with.
 
@@ -51,11 +51,11 @@ def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
     log = recipe.log
     with ExitStack() as open_logs:
         writers: dict[str, Write] = {}
-        if leads and log.tensorboard:
+        if is_rank0 and log.tensorboard:
             writers["log.tensorboard"] = open_logs.enter_context(_board(log.tensorboard, log.every))
-        if leads and log.wandb:
+        if is_rank0 and log.wandb:
             writers["log.wandb"] = open_logs.enter_context(_project(log.wandb, recipe))
-        if leads and log.jsonl:
+        if is_rank0 and log.jsonl:
             writers["log.jsonl"] = open_logs.enter_context(
                 _lines(log.jsonl, first, resumes=recipe.checkpoint.dir is not None)
             )
@@ -81,10 +81,10 @@ def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> E
     scalars |= _of_domains(row.domains)
     order = planned.draw.state
     policy = (order.get("policy") or {}).items()
-    drawn_by = {key: dict(zip(order["here"], values, strict=True)) for key, values in policy}
-    for key, own in drawn_by.items():
+    share_record = {key: dict(zip(order["here"], values, strict=True)) for key, values in policy}
+    for key, own in share_record.items():
         scalars |= {f"domains/{name}/{_IN_A_BOARD[key]}": value for name, value in own.items()}
-    line = {**whole, **drawn_by, "planner": planned.plan.made_by, "of_steps": of_steps}
+    line = {**whole, **share_record, "planner": planned.plan.made_by, "of_steps": of_steps}
     line["ends"] = ends or ("done" if row.step + 1 == of_steps else None)
     line["samples"] = planned.draw.samples.tolist()
     return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)
@@ -95,7 +95,7 @@ def _of_domains(domains: Mapping[str, DomainLoss] | None) -> dict[str, float]:
 
 
 def entry_of_end(step: int, ends: str) -> Entry:
-    """What a log gets behind the last step of tenants; ``ends``: why there is none after it."""
+    """What a log gets after the last step of tenants; ``ends``: why there is none after it."""
     return Entry(step, {}, {"ends": ends})
 
 
@@ -146,7 +146,7 @@ def _project(project: str, recipe: Recipe) -> Iterator[Write]:
 
 @contextmanager
 def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
-    """Rows that a killed run wrote behind its last checkpoint are cut off; those of a run that ``resumes`` nothing and
+    """Rows that a killed run wrote after its last checkpoint are cut off; those of a run that ``resumes`` nothing and
     begins anew make place, and stay in ``PATH.before``."""
     with refusing_unwritable("log.jsonl", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def _cut(path: Path, first: int) -> None:
 
 def _stays(line: bytes, first: int) -> bool | None:
     """Whether a line is of a step before the ``first`` one, or of a validation up to there; None: it stays if the one
-    before it does, as the evaluations of tenants behind a step."""
+    before it does, as the evaluations of tenants after a step."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         row = json.loads(line)
         if "evaluation" in row and line.endswith(b"\n"):

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core.errors import RankError
 from ...core.planning.forward_only import forward_only
-from ...core.planning.planner import Planned
+from ...core.planning.planner import Planned, Planner
 from ...core.recipe.generated import SAMPLED
 from ...data.content import are_same
 from ...data.mixed import MixedSource
@@ -29,6 +29,7 @@ from ..metrics import DomainLoss, domain_losses, perplexity
 from ..preflight import tokenizer_of
 from ..sampling.figures import figures_of
 from ..sampling.scored import SampleScores
+from ..step_hooks import StepHook
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Validated:
     perplexity: float
     """exp(loss)."""
     best: bool
-    """No evaluation behind a step had a lower loss so far, or a higher figure where ``checkpoint.best`` names one."""
+    """No evaluation after a step had a lower loss so far, or a higher figure where ``checkpoint.best`` names one."""
     sequences: int
     tokens: int
     targets: int
@@ -62,10 +63,13 @@ class Validated:
         return self.tokens / self.validation_s
 
 
-class ValidationRun:
-    """The evaluations of one run. ``state``: what a checkpoint kept of those before."""
+class ValidationRun(StepHook):
+    """The evaluations of one run."""
 
-    def __init__(self, job: Job, state: Mapping[str, Any] | None = None) -> None:
+    key = "validation"
+    anew = "the lowest loss of the validation is found anew"
+
+    def __init__(self, job: Job) -> None:
         config = job.recipe.data.validation
         assert config is not None
         assert job.held_out is not None
@@ -83,15 +87,13 @@ class ValidationRun:
         self._best, self._best_of = math.inf, wanted if isinstance(wanted, str) else None
         if self._sampled and self._best_of and self._best_of.startswith(SAMPLED):
             self._best_of += f" {self._sampled.identity}"
-        if state is not None and "validation" in state:
-            self._restore(state["validation"])
 
     def due(self, done: int) -> bool:
         """Whether it is time for an evaluation when so many steps have been trained."""
         return done % self._every == 0 or done == self._last
 
     def is_best(self, done: int) -> bool:
-        """Whether the evaluation behind so many steps has run, and had the lowest loss so far."""
+        """Whether the evaluation after so many steps has run, and had the lowest loss so far."""
         return bool(self.rows) and self.rows[-1].step == done and self.rows[-1].best
 
     def prepare(self, done: int) -> None:
@@ -117,11 +119,18 @@ class ValidationRun:
         self._say(row)
         return row
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the validation."""
+    def state(self, planner: Planner) -> dict[str, Any]:
+        """The lowest loss so far, and of what."""
         best = self._best if math.isfinite(self._best) else None
         of = {"of": self._best_of} if self._best_of else {}
-        return {"validation": {"best": best, "data": self._job.source.fingerprint, **of}}
+        return {"best": best, "data": self._job.source.fingerprint, **of}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the lowest loss of a checkpoint. Raises ValueError for that of other data. Collective."""
+        data, same = self._job.source.fingerprint, saved.get("of") == self._best_of
+        if not from_first(lambda: same and are_same(saved["data"], data, "data.validation")):
+            raise ValueError("data.validation or checkpoint.best is of other data")
+        self._best = math.inf if saved["best"] is None else float(saved["best"])
 
     def _next(self, number: int) -> Planned:
         if number == len(self._planned):
@@ -184,12 +193,3 @@ class ValidationRun:
             logger.info("  its samples: %s (%d tokens, %.3g s)", figures, row.generate["tokens"], took_s)
         if row.without_target and len(self.rows) == 1:
             logger.info("%d samples of data.validation have no target and are left out", row.without_target)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        source, same = self._job.source, state.get("of") == self._best_of
-        if from_first(lambda: same and are_same(state["data"], source.fingerprint, "data.validation")):
-            self._best = math.inf if state["best"] is None else float(state["best"])
-        else:
-            logger.info(
-                "data.validation or checkpoint.best is of other data than before: its lowest loss is found anew"
-            )

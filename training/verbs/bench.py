@@ -1,10 +1,10 @@
 """evenload against baselines, alternating on the same batches in one run of one model (`measuring`).
 
-Beside the numbers of `measuring.compare` stand the ``quartiles`` of the steps' ratios and a baseline's ceiling: its own
+It adds to `measuring.compare` the ``quartiles`` of the steps' ratios and a baseline's ceiling: its own
 measured imbalance, busiest rank over mean with steps summed, which is what balance alone can gain. ``of_ceiling``
 compares it with ``of_totals``, which weighs steps alike.
 
-Beside each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
+Next to each measured step stands what `core.simulate.step` predicts for its plan with the recipe's costs:
 ``predicted_s`` and ``measured_s``, without the time a step waited for its plan. Experts that ranks divide are taken to
 be as unevenly busy as in the variant's steps before. Where other programs use the cores, ``busiest_error`` still says
 how good the costs are: compute of the busiest rank, predicted against measured.
@@ -41,8 +41,8 @@ from ..expert_loads import imbalance_of
 from ..experts.critical_path import Path, critical_path
 from ..job import Job, run_rank
 from ..learning import LoadHistory
-from ..measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
-from ..metrics import Taken
+from ..measuring import OURS, BaselinePlanner, compare, in_turn, learning_rate, measure_step
+from ..metrics import MeasuredStep
 from ..pipelines import bubbles_of
 from ..progress import Progress, silent
 
@@ -84,7 +84,7 @@ class Measured:
         return float(np.max(self.busy, axis=1).sum())
 
     def knowing(self, context: PlanningContext) -> PlanningContext:
-        """The context of a step to come: its experts are as unevenly busy as those of the steps so far, in the mean."""
+        """The context of a step to come: its experts are as unevenly busy as those of the steps so far, on average."""
         known = float(np.mean(self.expert_imbalance or [1.0]))
         return replace(context, costs=context.costs.model_copy(update={"expert_imbalance": known}))
 
@@ -122,7 +122,7 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int, progress: Progress 
     most_bytes, hardest = -1.0, dict[str, Planned]()
     planner = job.planner(job.drawing())
     chains = {name: replace(job.chain, instead=name) for name in against}
-    followers = {name: Follower(chain) for name, chain in chains.items()}
+    followers = {name: BaselinePlanner(chain) for name, chain in chains.items()}
     planners = {OURS: planner, **{name: follower.planner for name, follower in followers.items()}}
     histories = {name: LoadHistory(chain) for name, chain in {OURS: job.chain, **chains}.items()}
     measured = {name: Measured() for name in names}
@@ -133,13 +133,13 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int, progress: Progress 
         job.watchdog.at("waiting for the plan", step)
         ours = planner.next()
         plans = {**{name: follower.plan(ours.draw) for name, follower in followers.items()}, OURS: ours}
-        runs: dict[str, list[Taken]] = {name: [] for name in names}
+        runs: dict[str, list[MeasuredStep]] = {name: [] for name in names}
         for turn in range(step, step + repeats):
             for name in in_turn(names, turn):
                 runs[name].append(measure_step(job, plans[name], step, record=True))
                 progress("bench", next(done), most, name)
         for name, history in histories.items():
-            history.after(planners[name], runs[name][-1].result)
+            history.learn(planners[name], runs[name][-1].result)
         for name in names if step >= WARMUP_STEPS else ():
             _count(job, plans[name], runs[name], measured[name])
         peak_bytes = max(max(_predicted_peaks(planned)) for planned in plans.values())
@@ -177,7 +177,7 @@ def _predicted_peaks(planned: Planned) -> list[float]:
     return [max(peak for stage in own for peak, _ in peaks_of_stage(plan, stage)) for own in devices]
 
 
-def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> None:
+def _count(job: Job, planned: Planned, runs: list[MeasuredStep], into: Measured) -> None:
     wait_s = runs[0].wait_s
     into.step_s.append(float(np.median([run.step_s - run.wait_s for run in runs])) + wait_s)
     into.busy.append(np.median([run.busy_s.sum(axis=0) for run in runs], axis=0))

@@ -21,8 +21,8 @@ so what a tensor-parallel rank takes is multiplied by their number: `Costs.of_st
 with the work in it that tensor parallelism does not divide (norms, residuals, calls).
 
 Model and data are the recipe's, except that tokens are random, the learning rate is zero and nothing is recomputed:
-`Costs.recomputed` says what recomputation costs. A recipe with tenants is measured with its base frozen
-(`profiling.tenants`).
+`Costs.recomputed` says what recomputation costs. A recipe with tenants is measured with its base frozen, by steps of
+the plugin that trains their adapters (`training.adapting`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -55,16 +56,17 @@ from ...core.planning.setting import Setting, costs_of
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.simulate.step import simulate
+from ...integrations.host.trained import StepResult
 from ...runtime.measure.busy import cpu_clock
 from ...runtime.measure.links import LinkFit, measure_links
 from ...runtime.measure.memory import free_bytes
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.variables import integer
 from ...runtime.world.world import World
+from ..adapting import adapter_training
 from ..files import whole
 from ..hosts import needs_of
 from ..job import Job, in_world, logger, open_trainer
-from ..profiling import tenants
 from ..profiling.cases import Case, cases
 from ..profiling.decoding import measure_decoding
 from ..profiling.degrees import at_degree_of
@@ -128,12 +130,12 @@ def profile(
 
     Args:
         degrees: of tensor parallelism, each of which is measured; none: the recipe's.
-        also: recipes whose ranks divide something else between them, which are measured beside it.
+        also: recipes whose ranks divide something else between them, which are measured along with it.
     """
     if out.suffix not in (".yaml", ".yml"):
         raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
     if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
-        raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")
+        raise EvenloadError(_UNWRITABLE, f"{out.parent} is not a writable folder", "choose another --out")
     degrees = tuple(degrees) or (recipe.parallel.tp,)
 
     def one(world: World, watchdog: Watchdog, changed: Recipe, tp: int) -> tuple[Costs, dict[str, Any]]:
@@ -164,7 +166,6 @@ def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
     cap = job.chain.caps.max_tokens
     cap = cap if cap < job.chain.limits.max_tokens else recipe.data.max_length
     load = load_average()
-    tenants.join(job.host)
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
     job.watchdog.at("timing the links")
@@ -197,8 +198,8 @@ def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
         sharding=job.chain.context.traffic.sharding,
     )
     if recipe.adapts:
-        costs = tenants.of_base(costs, shape_of(recipe.model))
-    if job.leads and beside.busy:
+        costs = adapter_training(recipe).profiling().of_base(costs, shape_of(recipe.model))
+    if job.is_rank0 and beside.busy:
         logger.warning("the machine was busy while it was measured (%s): profile again where it is quiet", beside)
     return costs, {
         "host": job.host.describe(),
@@ -317,12 +318,15 @@ def write_costs(costs: Costs, out: Path) -> None:
 def _step(job: Job, case: Case) -> list[float]:
     """The `_SECONDS` of one step: the mean of the ranks, but by the wall those of the slowest one."""
     device, plan = job.world.device, case.plan(job.host.layout.dp_cp_size)
+    step: Callable[..., StepResult] = partial(job.host.train_step, lr=0.0)
+    if job.recipe.adapts:
+        step = partial(adapter_training(job.recipe).profiling().step, job.host)
     tokens_of, clock = random_tokens(job.recipe), _clock(device)
     job.gather(0.0)
     start, computed_s = time.perf_counter(), clock()
     mark = job.watchdog.at
     with timing_experts(job.host, clock) as experts:
-        result = tenants.train(job.host, plan, tokens_of, lambda where: mark(f"{case} tokens, {where}"))
+        result = step(plan, tokens_of, mark=lambda where: mark(f"{case} tokens, {where}"))
     computed_s = clock() - computed_s
     step_s = time.perf_counter() - start
     passes_s = (result.forward_s, result.busy_s - result.forward_s, computed_s - result.busy_s)

@@ -1,7 +1,7 @@
 """Prove on the user's own recipe that the plugins changed nothing.
 
 Some steps of the run that `train` would do - the same plans, reduction, clipping, optimizer, checkpoint and resume -
-are each held against the same step of plain training (`proof.steps`): the loss, every parameter's gradient, the norm,
+are each compared with the same step of plain training (`proof.steps`): the loss, every parameter's gradient, the norm,
 every weight and both of Adam's moments after the update, the tokens that were really run, and the samples that they
 belong to. In every second step half of the tokens carry no loss (`proof.masking`); with ``weights`` the targets of all
 steps have drawn ones (`proof.weighing`). In the middle the run is saved, its
@@ -27,19 +27,20 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.agreement import everyone, from_first
 from ...runtime.world.world import World
-from ..checkpoint.resuming import drawing_after, keep, resume
+from ..adapting import adapter_training
+from ..checkpoint.resuming import keep, resume
 from ..drawing import batch_size, draw_of
 from ..job import Job, in_world, logger, open_trainer
 from ..learning import LoadHistory
 from ..measuring import learning_rate
 from ..progress import Progress, silent
 from ..proof.generation import verify_generation
+from ..proof.prompting import prompting, without_divided_tokens
 from ..proof.proven_steps import ProvenSteps, other_layout
 from ..proof.reach import choose, planned
 from ..proof.steps import Beside, ProofBatch
-from ..proof.tenants import verify_tenants
 from ..proof.weighing import BOTH
-from .generate import prompting, without_divided_tokens
+from ..step_hooks import StepHooks
 
 
 def verify(
@@ -57,7 +58,7 @@ def verify(
         recipe = without_divided_tokens(recipe)
         return verify_generation(recipe, prompting(recipe, prompts), progress)
     if recipe.adapts:
-        return verify_tenants(recipe, steps, progress, weights=weights)
+        return adapter_training(recipe).verify(recipe, steps, progress, weights=weights)
 
     def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         return _Proof(recipe, world, watchdog, steps, progress, weights=weights).run()
@@ -66,7 +67,7 @@ def verify(
 
 
 class _Proof:
-    """A run and plain training beside it, through a resume. Everything is collective."""
+    """A run and plain training next to it, through a resume. Everything is collective."""
 
     def __init__(
         self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int, progress: Progress, *, weights: bool
@@ -94,11 +95,12 @@ class _Proof:
             self._proven.begin(job.host, job.chain)
             self._expected = _undisturbed(job)
             beside = Beside.of(job)
-            planner, history = job.planner(job.drawing()), LoadHistory(job.chain)
+            history = LoadHistory(job.chain)
+            planner = job.planner(job.drawing())
             last_planned = self._take(beside, planner, history, range(last))
             self._reach(beside, history.newest(job.chain))
             if folder is not None:
-                keep(job, folder, last - 1, last_planned, history.state(planner))
+                keep(job, folder, last - 1, last_planned, StepHooks([history]).state(planner))
             beside.plain.close()
         if folder is not None:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
@@ -112,8 +114,9 @@ class _Proof:
         assert state is not None
         self._proven.resume(job.host, state["step"])
         beside = replace(beside, job=job)
-        history = LoadHistory(job.chain, state.get("loads"))
-        planner = job.planner(drawing_after(job, state), history.newest(job.chain), history.first(job.chain))
+        history = LoadHistory(job.chain)
+        StepHooks([history]).restore(state)
+        planner = job.planner(job.drawing(state["order"]), history.newest(job.chain), history.first(job.chain))
         self._take(beside, planner, history, range(state["step"], self._steps))
         beside.plain.close()
 
@@ -122,7 +125,7 @@ class _Proof:
         for number in numbers:
             newest = planner.next()
             self._prove(beside, number, ProofBatch(newest.draw, newest.plan, next(self._expected)), number)
-            history.after(planner, beside.result)
+            history.learn(planner, beside.result)
         return newest
 
     def _prove(self, beside: Beside, number: int, batch: ProofBatch, of_rate: int) -> None:

@@ -167,7 +167,7 @@ def _load(engine: Any, directory: Path, tag: str, *, trust: bool) -> None:
         group.update(values)
     if path is None:
         raise EvenloadError(
-            f"DeepSpeed loaded nothing from {directory}",
+            f"DeepSpeed could not load a checkpoint from {directory}",
             f"tag '{tag}'",
             "choose another checkpoint, or set checkpoint.resume=false to start anew",
         )

@@ -22,7 +22,7 @@ from ....runtime.attention.labels import checked_divisor, count_targets
 from ....runtime.world.world import World
 from ...host.host import Host
 from ...host.step import Step
-from ...host.trained import Passed, StepResult, Weights
+from ...host.trained import PassResult, StepResult, Weights
 from ...huggingface.folders.conversion import as_in_folder, exported_groups
 from ...reference.textbook import AdamState, norm_of
 from . import checkpoint
@@ -142,7 +142,7 @@ class EngineWeights(Weights):
         return StepResult(loss_sum / divisor, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
-    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, Passed]:
+    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, PassResult]:
         """All passes of this rank; every token loss is divided by ``divisor``, that of the global batch. Sum and number
         of its token losses, float64 [2] on the device, and what ran."""
 

@@ -11,7 +11,7 @@ instance and can be undone.
 
 An expert's weights are slices of w1, w2 and w3 [E / ep, ...], so that gradients that come home are added to the whole
 parameters before ZeRO sees them. ZeRO 3 has the parameters whole only while the layer's experts run, forward and
-backward: there copies leave when experts begin, else as soon as the router has chosen, beside the tokens.
+backward: there copies leave when experts begin, else as soon as the router has chosen, along with the tokens.
 
 Shape legend: T = slots of a row, E = experts, K = experts of a token, N = rows of this rank's slots, with AutoEP's
 padding.
@@ -132,7 +132,7 @@ class SlottedLayer:
     """One layer, in one pass after the other.
 
     Args:
-        shares_of: is asked behind the router, with the choices of this rank's tokens [T, K], for the quotas of the
+        shares_of: is called after the router, with the choices of this rank's tokens [T, K], for the quotas of the
             pass; None where every expert stays at home.
         recomputed: whether the activations of the pass that runs are let go and computed again. Its copies then go and
             come again with them, whatever the policy keeps.
@@ -160,7 +160,7 @@ class SlottedLayer:
         return undo.close
 
     def _pass(self, hidden_states: Tensor) -> Any:
-        """The layer's forward, behind which it knows experts again, also where a recomputation ends it early."""
+        """The layer's forward, after which it knows experts again, also where a recomputation ends it early."""
         layer = self._layer
         known = {name: getattr(layer, name) for name in ("num_experts", "num_local_experts", "tokens_per_expert")}
         with with_attributes(layer, **known), with_attributes(self, _shares=None, _fetch=None):
@@ -183,7 +183,7 @@ class SlottedLayer:
         return scores_TK, slots_TK, torch.bincount(slots_TK.flatten(), minlength=num_slots).to(counts_E.dtype)
 
     def _products(self, rows_NH: Tensor, counts: Tensor) -> Tensor:
-        """The forward of AutoEP's experts, then of this rank's copies; rows behind them are padding."""
+        """The forward of AutoEP's experts, then of this rank's copies; rows after them are padding."""
         if self._shares is None:
             own: Tensor = self._own_products(rows_NH, counts)
             return own

@@ -1,4 +1,4 @@
-"""Passes through a model whose weights are frozen, and the linear layers that adapters can stand beside.
+"""Passes through a model whose weights are frozen, and the linear layers that can have adapters.
 
 Passes with a backward call the engine's module, and autograd itself: the engine's own forward and backward count what
 an optimizer will do, and refuse to run without one.

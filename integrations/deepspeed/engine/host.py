@@ -44,7 +44,7 @@ from ...host.generating import any_rank
 from ...host.gradients import FrozenModel
 from ...host.scoring import Collector, LossCollector, evaluating
 from ...host.step import Step, refuse_foreign
-from ...host.trained import Passed, Trained, freeze
+from ...host.trained import PassResult, Trainable, freeze
 from ...huggingface.models import refuse_unequal_replay, refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of
 from .ds_config import SHARDED
@@ -70,7 +70,7 @@ class DeepSpeedHost(EngineHost):
 
     pipeline_stage = 0
 
-    def __init__(self, recipe: Recipe, world: World, train: Callable[[DeepSpeedHost, Any], Trained]) -> None:
+    def __init__(self, recipe: Recipe, world: World, train: Callable[[DeepSpeedHost, Any], Trainable]) -> None:
         super().__init__(recipe, world)
         self.dp_cp_rank = world.rank
         model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
@@ -151,10 +151,10 @@ class DeepSpeedHost(EngineHost):
         """The ranks that adapters are summed and gathered over."""
         return AdapterPeers(dist.group.WORLD if self.world.size > 1 else None)
 
-    def frozen_passes(self, step: Step, collector: LossCollector) -> Passed:
+    def frozen_passes(self, step: Step, collector: LossCollector) -> PassResult:
         """All passes of this rank through a model whose weights are frozen."""
         program, branches = self.program_of(step.plan, "none")
-        return Passed(self.execute(step, (program, FrozenStage(self, step, collector))), branches)
+        return PassResult(self.execute(step, (program, FrozenStage(self, step, collector))), branches)
 
     @contextmanager
     def frozen_model(self) -> Iterator[FrozenModel]:
@@ -220,7 +220,7 @@ class DataParallelWeights(EngineWeights):
         self.frozen = freeze(host.recipe.train.freeze, own, [list(own)])
         host.engine = make_engine(model, host.recipe, host.world.size)
 
-    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, Passed]:
+    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, PassResult]:
         host = self._host
         program, added = host.program_of(step.plan, "idle")
         if host.gated:
@@ -236,7 +236,7 @@ class DataParallelWeights(EngineWeights):
             step.mark("gradient reduction")
             with step.clock.noting("G") if host.stage < 3 else nullcontext():
                 open_step.close()
-        return trainer.totals, Passed(executed, added)
+        return trainer.totals, PassResult(executed, added)
 
     def _norm_of_own(self) -> float:
         experts = self._host.experts

@@ -1,7 +1,7 @@
 """A Hugging Face model of which a rank has memory for what it keeps: drawn from the seed, or read from a folder.
 
 The whole is built without memory. Weights are drawn from one generator, layer after layer: what a part gets depends on
-all that was drawn before it. So what is drawn fills memory of the moment, and the generator moves as ever; where it
+all that was drawn before it. So what is drawn fills memory of the moment, and the generator moves as usual; where it
 stood before a weight, the weights that are wanted are drawn once more. The peak is the parts and the largest weight,
 the time the whole's.
 

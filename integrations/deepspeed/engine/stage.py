@@ -32,7 +32,7 @@ class PackStage(StageTrainer):
     """What the engines of DeepSpeed have in common in one step: packs, and the sum of their losses.
 
     Args:
-        weight: of the loss of every token, beside its own.
+        weight: of the loss of every token, on top of its own.
         collector: takes down what scores give, and the losses of a frozen model.
     """
 
@@ -58,6 +58,7 @@ class PackStage(StageTrainer):
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
         tokens_of, readers = self._step.tokens_of, readers_of(self._step.labels)
+        readers["trunks"] = len(self._step.plan.trunks) > 0
         return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, **readers))
 
     def _weighed(self, logits_TV: Tensor, pack: Pack) -> Tensor:

@@ -181,7 +181,6 @@ DEEPSPEED = Trainer(
     "Trainer, write trainer: transformers into the recipe",
     # Scripts of Transformers' Trainer run on DeepSpeed's engine too.
     patches=("evenload.patches.ranks", "evenload.patches.deepspeed", "evenload.patches.transformers"),
-    audits=("evenload.patches.ranks", "evenload.patches.audit"),
     patched_always=True,
     tries={"deepspeed.zero_stage": (0, 1, 2, 3)},
     says=config_line,

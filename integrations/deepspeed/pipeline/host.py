@@ -39,7 +39,7 @@ from ...host.generating import staged
 from ...host.gradients import FrozenModel
 from ...host.scoring import Collector, LossCollector, evaluating
 from ...host.step import Step, refuse_foreign
-from ...host.trained import Passed, Trained, freeze
+from ...host.trained import PassResult, Trainable, freeze
 from ...huggingface.models import refuse_unequal_replay
 from ..engine.engine import make_engine
 from ..engine.engine_host import EngineHost, EngineWeights
@@ -51,7 +51,7 @@ from .stage import FrozenPipelineStage, PipelineStage, stage_blocks
 class PipelineHost(EngineHost):
     """Runs plans on DeepSpeed's pipelines, which ``train`` makes of the stage; ``parallel.pp`` is above 1."""
 
-    def __init__(self, recipe: Recipe, world: World, train: Callable[[PipelineHost, StageModule], Trained]) -> None:
+    def __init__(self, recipe: Recipe, world: World, train: Callable[[PipelineHost, StageModule], Trainable]) -> None:
         super().__init__(recipe, world)
         module = build_stage(recipe, self.layout, world.rank, world.device)
         self._grid_before = groups.mpu
@@ -121,11 +121,11 @@ class PipelineHost(EngineHost):
         """The ranks that adapters are summed and gathered over."""
         return AdapterPeers(self.engine.grid.get_data_parallel_group(), self.engine.grid.get_pipe_parallel_group())
 
-    def frozen_passes(self, step: Step, collector: LossCollector) -> Passed:
+    def frozen_passes(self, step: Step, collector: LossCollector) -> PassResult:
         """All passes of this rank through stages whose weights are frozen."""
         programs = self.programs_of(step.plan)
         parts = [(program, FrozenPipelineStage(self, step, part, collector)) for part, program in programs]
-        return Passed(self.execute(step, *parts))
+        return PassResult(self.execute(step, *parts))
 
     @contextmanager
     def frozen_model(self) -> Iterator[FrozenModel]:
@@ -170,7 +170,7 @@ class PipelineWeights(EngineWeights):
         self.frozen = freeze(patterns, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
         host.engine = make_engine(module, host.recipe, host.layout.dp)
 
-    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, Passed]:
+    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, PassResult]:
         host = self._host
         programs, sums = host.programs_of(step.plan), {"weight": 1 / divisor, "collector": step.collector}
         parts = [(program, PipelineStage(host, step, part, **sums)) for part, program in programs]
@@ -178,7 +178,7 @@ class PipelineWeights(EngineWeights):
         step.mark("gradient reduction")
         with step.clock.noting("G"):
             last.reduce()
-        return last.totals, Passed(executed)
+        return last.totals, PassResult(executed)
 
     def norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         square = torch.tensor(super().norm(gradients) ** 2, dtype=torch.float64, device=self._host.device)

@@ -78,7 +78,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         self.num_weights = sum(p.numel() for layer in parts.layers for p in layer.parameters())
         """Of the whole model."""
         for parameter in self.parameters():
-            # DeepSpeed's clipping in float32 counts parameters behind the first stage only where they say so.
+            # DeepSpeed's clipping in float32 counts parameters after the first stage only where they say so.
             parameter.model_parallel = True
 
     @property

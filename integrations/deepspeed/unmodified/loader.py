@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain, islice
@@ -29,13 +29,11 @@ from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
-from ...unmodified.planned_loop import GlobalBatch, PlannedLoop, leave
-from .micro_batches import PlannedMicroBatch, build_batch, into_exactly
+from ...unmodified.exact_number import into_exactly
+from ...unmodified.planned_loop import GlobalBatch, LoopSession
+from .micro_batches import PlannedMicroBatch, build_batch
 
 log = logging.getLogger("evenload")
-
-NAME = "DeepSpeed"
-"""What users call the loop."""
 
 _LENGTHS = LengthWords("the longest sample of the step", "max_length (with truncation=True) in the tokenizer call")
 
@@ -69,41 +67,29 @@ class OwnSamples(NamedTuple):
     """Refusals of its samples, in their order."""
 
 
-class EngineHold(NamedTuple):
-    """What a loader knows of evenload's part in an engine."""
-
-    active: Callable[[], bool]
-    """False once evenload is disabled; the loader is then the stock one again."""
-    release: Callable[[], None]
-    """Gives the engine back to DeepSpeed where its first step cannot be planned; it is not active then."""
-
-
 class PlannedLoader:
     """Stands in for `DeepSpeedDataLoader`; what it does not know itself it asks the stock loader.
 
     Args:
+        session: of the engine; once that stays as it is, this is the stock loader again.
         config: of the Hugging Face model.
         num_micro_batches: of each rank in each step.
         handed_out: receives every micro-batch before the script does.
-        hold: on the engine.
-        tell: gets the loop with the numbers of every step.
     """
 
     def __init__(
         self,
         stock: Any,
-        chain: PlanChain,
+        session: LoopSession,
         config: Any,
         num_micro_batches: int,
         handed_out: deque[PlannedMicroBatch],
-        hold: EngineHold,
-        tell: Callable[[PlannedLoop], object],
     ) -> None:
         self.stock = stock
-        self._planning = PlannedLoop(NAME, chain, tell=tell)
+        self._session = session
         self._num_micro_batches = num_micro_batches
         self._handed_out = handed_out
-        self._hold = hold
+        self._has_planned = False
         self._has_warned = False
         self._has_compared = False
         self._config = config
@@ -114,10 +100,10 @@ class PlannedLoader:
 
     def __len__(self) -> int:
         length = len(self.stock)
-        return length - length % self._num_micro_batches if self._hold.active() else length
+        return length if self._session.stays else length - length % self._num_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        return self._steps() if self._hold.active() else iter(self.stock)
+        return iter(self.stock) if self._session.stays else self._steps()
 
     def _steps(self) -> Iterator[Any]:
         # Read step by step: a sampler may draw later steps by what earlier ones have shown.
@@ -138,17 +124,17 @@ class PlannedLoader:
             try:
                 step = self._plan_step(stock_batches)
             except EvenloadError as error:
-                if self._planning.has_run:
+                if self._has_planned:
                     raise
-                leave(NAME, self._planning, error)
-                self._hold.release()
+                self._session.leave(error)
+                self._session.close()
                 for of_batch in chain(stock_batches, iter(lambda: list(islice(rows, size)), [])):
                     if self.stock.tput_timer:
                         self.stock.tput_timer.start()
                     yield self._stock_batch(of_batch)
                 return
             for batch, planned in step:
-                if not self._hold.active():
+                if self._session.stays:
                     raise EvenloadError(
                         "evenload was disabled inside an epoch",
                         f"a planned loader is at micro-batch {planned.place} of a step",
@@ -222,9 +208,10 @@ class PlannedLoader:
 
     def _planned(self, lengths: Lengths) -> tuple[StepPlan, list[MicroBatch]]:
         """The plan of a step and this rank's share of it, `num_micro_batches` long."""
-        plan = self._planning.plan(lengths, self._plan)
-        rows = into_exactly(plan, self._num_micro_batches, self._planning.chain.context.costs)
-        self._planning.report(plan, micro_batch_size=self.stock.batch_size)
+        plan = self._session.plan(lengths, self._plan)
+        rows = into_exactly(plan, self._num_micro_batches, self._session.chain.context.costs)
+        self._session.report(plan, micro_batch_size=self.stock.batch_size)
+        self._has_planned = True
         return plan, rows[dist.get_rank()]
 
     def _plan(self, chain: PlanChain, batch: Lengths) -> StepPlan:

@@ -26,9 +26,8 @@ import inspect
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import proxy
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -41,21 +40,23 @@ from ....runtime.attention.copy_rows import ToHost, copy_rows
 from ....runtime.attributes import with_attributes
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported, shape_of
-from ...unmodified.planned_loop import leave
+from ...unmodified.planned_loop import Loops, LoopSession
 from ...unmodified.planned_runs import end_of_check, on_release
+from ...unmodified.section import KEY, parse_section, recipe_of
 from ..engine.expert_gate import GatedExperts, gated_experts
 from ..engine.experts import expert_ranks
 from ..engine.traits import traits_of
-from .loader import NAME, EngineHold, PlannedLoader
+from .loader import PlannedLoader
 from .micro_batches import PlannedMicroBatch
-from .monitor import tell_monitor
-from .section import KEY, parse_section, recipe_of
 
 
-@dataclass
-class Attached:
+@dataclass(eq=False, kw_only=True)
+class PlannedEngine(LoopSession):
     """What evenload keeps for one engine."""
 
+    name: str = "DeepSpeed"
+    engine: Any
+    """A weak proxy: modules know their engine, which is to end where its script forgets it."""
     stock_attention: str
     handed_out: deque[PlannedMicroBatch] = field(default_factory=deque)
     """Micro-batches that the script holds but has not run."""
@@ -63,7 +64,6 @@ class Attached:
     """Of the step that runs, with the tokens that came for them on a device: compared before the update."""
     running: PlannedMicroBatch | None = None
     """The micro-batch between its forward and its backward."""
-    active: bool = True
     loss_sum: torch.Tensor | float = 0.0
     """Losses of the micro-batches that this rank ran in its step, times their weights."""
     weight: float = 0.0
@@ -71,8 +71,29 @@ class Attached:
     gated: GatedExperts | None = None
     """The experts of the model, if they are divided."""
 
+    def __post_init__(self) -> None:
+        if self.gated:
+            self.undo.callback(self.gated.unbind)
+        self.undo.callback(lambda: self.engine.module.set_attn_implementation(self.stock_attention))
 
-_attached: WeakKeyDictionary[Any, Attached] = WeakKeyDictionary()
+    def tell(self) -> None:
+        """Write the numbers of a step that is about to run to the engine's monitor, where the ds_config has one, next
+        to the engine's own of it and under the same count of samples; rank 0 has them."""
+        engine = self.engine
+        if engine.monitor.enabled and not engine.global_rank:
+            samples = engine.global_samples + engine.train_batch_size()
+            events = [(f"Train/Samples/{name}", value, samples) for name, value in self.numbers.items()]
+            engine.monitor.write_events(events)
+
+
+_engines: Loops[PlannedEngine] = Loops()
+on_release(_engines.release)
+
+
+def _planned_engine(engine: Any) -> PlannedEngine | None:
+    """What evenload keeps for an engine; None where nothing is planned in its loop."""
+    state = _engines.get(engine)
+    return None if state is None or state.stays else state
 
 
 def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Recipe | None) -> Any:
@@ -83,27 +104,20 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     route = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("route", "train")
     if chosen is None or not chosen.enabled() or route != "train":
         return stock
-    state = _attached.get(engine)
+    state, module = _planned_engine(engine), engine.module
     try:
         _refuse_unsupported(engine, stock)
         chain = _chain_of(chosen, engine, warn=state is None)
     except EvenloadError as error:
-        leave(NAME, None, error)
+        LoopSession(name=PlannedEngine.name).leave(error)
         return stock
-    config = engine.module.config
     if state is None:
-        gated = gated_experts(engine.module, chosen)
-        state = _attached[engine] = Attached(config._attn_implementation, gated=gated)
-        engine.module.set_attn_implementation(attention.NAME)
-    return PlannedLoader(
-        stock,
-        chain,
-        config,
-        engine.gradient_accumulation_steps(),
-        state.handed_out,
-        EngineHold(lambda: state.active, partial(_release, engine, state)),
-        tell=partial(tell_monitor, engine),
-    )
+        gated, stock_attention = gated_experts(module, chosen), module.config._attn_implementation
+        state = PlannedEngine(engine=proxy(engine), stock_attention=stock_attention, gated=gated)
+        _engines[engine] = state
+        module.set_attn_implementation(attention.NAME)
+    state.chain = chain
+    return PlannedLoader(stock, state, module.config, engine.gradient_accumulation_steps(), state.handed_out)
 
 
 def _chain_of(recipe: Recipe, engine: Any, *, warn: bool) -> PlanChain:
@@ -116,7 +130,7 @@ def _chain_of(recipe: Recipe, engine: Any, *, warn: bool) -> PlanChain:
 
 def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     """`DeepSpeedEngine.forward` under the pack of its batch."""
-    state = _attached.get(engine)
+    state = _planned_engine(engine)
     if state is None:
         return wrapped(*args, **kwargs)
     if not (engine.module.training and torch.is_grad_enabled()):
@@ -150,7 +164,7 @@ def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 def backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     """`DeepSpeedEngine.backward` of the micro-batch's share of the global mean; returns what the stock one would."""
-    state = _attached.get(engine)
+    state = _planned_engine(engine)
     if state is None or state.running is None:
         return wrapped(*args, **kwargs)
     # DeepSpeed's decorator hides the signature of the method.
@@ -167,7 +181,7 @@ def backward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 
 def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     """`DeepSpeedEngine.step`, refused while a planned micro-batch has not gone through `engine.backward`."""
-    state = _attached.get(engine)
+    state = _planned_engine(engine)
     if state is not None and state.running is not None:
         raise EvenloadError(
             "engine.step() follows a forward whose backward evenload did not see",
@@ -183,27 +197,11 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
-@on_release
-def release() -> None:
-    """Give every live engine its own attention and experts back and end its loaders; for after the rows are off."""
-    for engine, state in list(_attached.items()):
-        _release(engine, state)
-
-
-def _release(engine: Any, state: Attached) -> None:
-    """Give an engine its own attention and experts back, and end its loaders."""
-    state.active = False
-    engine.module.set_attn_implementation(state.stock_attention)
-    if state.gated:
-        state.gated.unbind()
-    _attached.pop(engine, None)
-
-
 def _backward_arguments(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
     """The arguments of `DeepSpeedEngine.backward` in 0.19."""
 
 
-def _show_loss(state: Attached, planned: PlannedMicroBatch, output: Any) -> Any:
+def _show_loss(state: PlannedEngine, planned: PlannedMicroBatch, output: Any) -> Any:
     """The output of a forward. The loss of a dummy gets the value that dashboards expect, since scripts print it: the
     mean over the targets that this rank ran in its step, or in the last one in which it had any."""
     is_tuple = isinstance(output, tuple)
@@ -223,7 +221,7 @@ def _show_loss(state: Attached, planned: PlannedMicroBatch, output: Any) -> Any:
     return output
 
 
-def _recognise(state: Attached, input_ids: Any) -> PlannedMicroBatch:
+def _recognise(state: PlannedEngine, input_ids: Any) -> PlannedMicroBatch:
     """The handed-out micro-batch with these tokens; it is taken off the list. On a device the next one of that shape
     is taken for it, until the update."""
     if isinstance(input_ids, torch.Tensor):
@@ -246,7 +244,7 @@ def _unknown(detail: str) -> EvenloadError:
     )
 
 
-def _refuse_out_of_step(engine: Any, state: Attached, planned: PlannedMicroBatch) -> None:
+def _refuse_out_of_step(engine: Any, state: PlannedEngine, planned: PlannedMicroBatch) -> None:
     place = engine.micro_steps % engine.gradient_accumulation_steps()
     if state.running is not None or planned.place != place:
         raise EvenloadError(

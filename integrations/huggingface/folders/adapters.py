@@ -89,7 +89,7 @@ def read_adapter(folder: Path) -> tuple[Adapter, dict[str, Tensor]]:
     adapter = read_config(folder, layers)
     for key in sorted(tensors.keys() - set(pairs)):
         do = "train an adapter of linear layers alone: no embeddings, no magnitudes, no modules of its own"
-        raise EvenloadError(f"the adapter in {name} has a tensor that is no half of a low-rank pair", key, do)
+        raise EvenloadError(f"the adapter in {name} has a tensor that is not half of a low-rank pair", key, do)
     weights = {_short(key): tensors[key] for key in pairs}
     _refuse_unlike_config(name, adapter, layers, weights)
     return adapter, weights
@@ -147,4 +147,4 @@ def _refuse_unlike_config(name: str, adapter: Adapter, layers: list[str], weight
                 raise EvenloadError(f"the adapter in {name} has another rank than its config says", detail, _RESTORE)
             if not (tensor.is_floating_point() and bool(torch.isfinite(tensor).all())):
                 detail = f"{layer}.{half}, of type {str(tensor.dtype).removeprefix('torch.')}"
-                raise EvenloadError(f"the adapter in {name} has values that are no finite numbers", detail, _RESTORE)
+                raise EvenloadError(f"the adapter in {name} has values that are not finite", detail, _RESTORE)

@@ -114,7 +114,7 @@ class ModelWeights:
             return {name: tuple(tensor.shape) for name, tensor in self._convert(first, empty).items()}
         except Exception as error:  # torch raises many kinds for parts that do not fit together
             detail = f"{len(sources)} tensors from {sources[0][0]} on: {shorten(str(error) or type(error).__name__)}"
-            raise EvenloadError(f"the tensor {first} cannot be put together", detail, _DO) from error
+            raise EvenloadError(f"the tensor {first} cannot be assembled", detail, _DO) from error
 
     def _convert(self, first: str, parts: Sequence[tuple[str, str | None, Tensor]]) -> dict[str, Tensor]:
         converter = deepcopy(self._converter_of(parts[0][1]))

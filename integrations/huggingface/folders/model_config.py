@@ -93,7 +93,7 @@ def _read(path: Path) -> Any:
     if not isinstance(kind, str) or not _is_causal_model(kind):
         known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         raise EvenloadError(
-            f"{name} is no causal language model", f"model_type {shown(kind)}", nearest(str(kind), known)
+            f"{name} is not a causal language model", f"model_type {shown(kind)}", nearest(str(kind), known)
         )
     try:
         return transformers.AutoConfig.for_model(**fields)

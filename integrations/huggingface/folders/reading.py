@@ -3,7 +3,7 @@
     config.json, model.safetensors                                   or
     config.json, model-00001-of-00003.safetensors ..., model.safetensors.index.json
 
-with generation_config.json and the tokenizer's files beside them. Files are mapped into memory piece by piece: a read
+with generation_config.json and the tokenizer's files next to them. Files are mapped into memory piece by piece: a read
 takes what it returns and one piece.
 """
 

@@ -36,7 +36,7 @@ _CARRIED = (
 
 
 class FolderWriter:
-    """Writes a folder beside ``out`` and renames it when all of it is on disk; without `close`, nothing stays behind.
+    """Writes a folder next to ``out`` and renames it when all of it is on disk; without `close`, nothing stays behind.
 
     Args:
         out: not there, or an empty folder; see `refuse_taken`.

@@ -32,7 +32,7 @@ def unwrapped_chunk(chunk: Any) -> Any:
 
 
 def pattern_of(model: Any) -> str | None:
-    """One letter for each layer of all stages of a hybrid model, those of multi-token prediction behind ``/``; None for
+    """One letter for each layer of all stages of a hybrid model, those of multi-token prediction after ``/``; None for
     another model."""
     if not isinstance(model, HybridModel):
         return None

@@ -42,7 +42,7 @@ def traits_of(dtype: str, section: Megatron, *, divides_tokens: bool) -> Trainer
         summed_bytes=gradient,
         overlaps_gradients=section.overlap_grad_reduce,
         waits_for_sends=True,
-        sends_once=True,
+        dedups_per_node=True,
         divides_tokens=divides_tokens,
     )
 

@@ -172,7 +172,7 @@ class _GatedLayer:
         dispatcher.restore_output_by_local_experts = chunks.view(slots, -1).T.ravel()
 
     def _filled_up(self, *rows: Tensor) -> Iterator[Tensor]:
-        """With as many rows as the longest pack of the group has tokens; those behind go to no expert."""
+        """With as many rows as the longest pack of the group has tokens; those after it go to no expert."""
         config, self._tokens, sent_RE = self._layer.config, 0, self._gate.check()
         # Where tokens are dropped, counts do not tell lengths; but there micro-batches are the trainer's own.
         if config.moe_expert_capacity_factor is None and sent_RE is not None:

@@ -1,6 +1,6 @@
 """Experts in Megatron-Core's own MoE layers: fields of its config from ``model.moe``, and a router that knows the pack.
 
-Everything behind the router (dispatcher, experts, shared expert) is Megatron's. The router is its `TopKRouter`, whose
+Everything after the router (dispatcher, experts, shared expert) is Megatron's. The router is its `TopKRouter`, whose
 parameters, buffers and gating stay, with a `routing` of its own: scores in the precision of the logits, float32 at
 least (Megatron's are float32 in a float64 run, too), losses that do not depend on the plan (`runtime.experts.routing`),
 and counts for the bias of experts without padding and dummies. What is over an expert's capacity Megatron's function

@@ -3,7 +3,7 @@
 Megatron's DDP and optimizers see one matrix ``shards`` a layer, marked as the parameters of experts are: gradients are
 summed over expert data-parallel ranks alone, and norms count every rank's. Padding is zero, gets no gradient and stays
 zero. What is compared, shown or saved goes by the experts' own names, at their homes: `at_home` and `from_home` bring
-it there and back. The module of Megatron's experts stays beside the pieces, without weights: passes call it with those
+it there and back. The module of Megatron's experts stays next to the pieces, without weights: passes call it with those
 that they have fetched, and checkpoints fill it.
 
 Shape legend: R = ranks of a group, E = experts, S = weights of a piece, N = weights of an expert.

@@ -1,6 +1,6 @@
 """Vocabularies that tensor parallelism does not divide: rows without a token, which change no number.
 
-Megatron gives every tensor-parallel rank equally many rows of embedding and output layer. Rows behind the vocabulary
+Megatron gives every tensor-parallel rank equally many rows of embedding and output layer. Rows after the vocabulary
 are zero and never looked up, and their logits are -inf: exp(-inf) = 0 leaves the softmax of the others as it is, and
 hands no gradient back.
 """
@@ -24,7 +24,7 @@ def padded_vocabulary(recipe: Recipe) -> int:
 
 
 def hide_padding(output_layer: Any, recipe: Recipe) -> None:
-    """Let the logits of rows behind the vocabulary be -inf, and absent where all ranks' logits are gathered."""
+    """Let the logits of rows after the vocabulary be -inf, and absent where all ranks' logits are gathered."""
     whole = padded_vocabulary(recipe)
     if whole == recipe.model.vocab_size:
         return

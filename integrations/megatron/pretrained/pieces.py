@@ -78,7 +78,7 @@ def _rows_of(num_names: int, rows: int, model: Model, parts: int) -> tuple[int, 
 
 
 def _with_tokens(piece: Piece, recipe: Recipe) -> Piece:
-    """The piece without rows behind the vocabulary."""
+    """The piece without rows after the vocabulary."""
     first, stop = piece.rows
     assert recipe.model.vocab_size is not None
     rows = first, first + rows_with_tokens(recipe, first, stop - first)

@@ -2,7 +2,7 @@
 
 Each rank reads the slices that it holds, and nothing else. To give them back, ranks first tell each other which parts
 of which tensors they have. Then all go through the tensors in one order: whoever has a part sends it, and rank 0 puts
-it in its place. A rank takes the memory of one tensor beside its model, and where experts are cut over their group
+it in its place. A rank takes the memory of one tensor on top of its model, and where experts are cut over their group
 (`model.sharded_experts`) that of its own experts of one layer.
 """
 
@@ -57,7 +57,7 @@ def _read(model: Any, recipe: Recipe, tp_rank: int) -> bool:
         log.warning("%s: %d tensors have no place in the model: %s", folder.path, len(unknown), shorten(str(unknown)))
     for _, parameter, pieces in parts:
         if sum(piece.rows[1] - piece.rows[0] for piece in pieces) < parameter.shape[0]:
-            parameter.zero_()  # rows behind the vocabulary
+            parameter.zero_()  # rows after the vocabulary
         for piece in pieces:
             _copy(folder, piece, piece.within(parameter))
     return True
@@ -176,5 +176,5 @@ def _receive(sender: int, piece: Piece, whole: Tensor) -> None:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """A key that sorts layer 10 behind layer 9."""
+    """A key that sorts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -42,7 +42,7 @@ METADATA = {
 }
 ABOUT = "evenload"
 DATA = (_reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, np.dtypes.Int64DType)
-"""What the saved states of random generators are made of, beside tensors and numbers."""
+"""What the saved states of random generators are made of, besides tensors and numbers."""
 INDEX = ".metadata"
 _METADATA = (
     "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
@@ -78,7 +78,7 @@ def snapshot(host: Any, directory: Path, group: Group) -> Callable[[], None]:
             request = dist_checkpointing.save(state, str(directory), writer, async_sharded_save=True)
 
     def written() -> bool:
-        # torch tells all ranks where one of them fails; the index behind it is rank 0's alone.
+        # torch tells all ranks where one of them fails; the index after it is rank 0's alone.
         with _naming_failures(failures):
             request.async_fn(*request.async_fn_args)
         return True
@@ -149,7 +149,7 @@ def _expect_empty(directory: Path) -> bool:
 
 def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dict[str, Any]:
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    if host.frozen:
+    if host.trained.frozen:
         # Megatron saves all layers as one tensor, of which states of the optimizer would have a part alone.
         metadata["non_homogeneous_layers"] = True
     model = host.model.sharded_state_dict(metadata=metadata)

@@ -2,10 +2,10 @@
 
 With expert parallelism Megatron chains two optimizers, one of them for experts, and saves the state of each under its
 number; on one expert-parallel rank there is one, saved as it is. Tensors are saved by parameter and reshard by
-themselves; what lies beside them, the step and the settings of parameter groups, is carried over here.
+themselves; what lies next to them, the step and the settings of parameter groups, is carried over here.
 
 Megatron-Core 0.16 gathers the states of a distributed optimizer's buffer bucket by bucket without the padding between
-buckets, and then looks for each parameter where it lies with padding: all behind the first bucket come out shifted, or
+buckets, and then looks for each parameter where it lies with padding: all after the first bucket come out shifted, or
 as zeros ("a bug in the param ranges logic", it says of what it finds missing). A tied embedding has a bucket of its
 own, overlapped reduction one for every 40 million weights. Here the padding is put back before parameters are looked
 for.
@@ -153,7 +153,7 @@ def _states_of_parts(parts: Sequence[Any], state: State) -> list[State]:
 
 
 def _adopted(part: Any, saved: State, tensors: State) -> State:
-    """The tensors of a part with what another part saved beside its own."""
+    """The tensors of a part with what another part saved in addition to its own."""
     result: State = merge(deepcopy(saved), {key: value for key, value in tensors.items() if key != "param_groups"})
     holder, own = result.get("optimizer", result), part.state_dict()
     of_decay = {group["wd_mult"]: group for group in holder["param_groups"]}

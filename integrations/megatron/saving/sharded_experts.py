@@ -22,7 +22,7 @@ from .optimizer import rows_of, write_rows
 
 @contextmanager
 def experts_at_home(host: Any, *, loading: bool) -> Iterator[None]:
-    """Experts and their optimizer are Megatron's own inside; behind a load the pieces get what was read. Collective."""
+    """Experts and their optimizer are Megatron's own inside; after a load the pieces get what was read. Collective."""
     if not host.recipe.sharded_experts:
         yield
         return
@@ -70,7 +70,7 @@ def _cut(host: Any, whole: Any, pieces: Any, layers: list[ShardedExperts]) -> No
 
 
 def _copy_settings(source: Any, target: Any) -> None:
-    """What an optimizer has beside tensors of weights: the settings of its groups, and Adam's step."""
+    """What an optimizer has besides tensors of weights: the settings of its groups, and Adam's step."""
     for ours, theirs in zip(target.param_groups, source.param_groups, strict=True):
         ours.update({name: value for name, value in theirs.items() if name != "params"})
     steps = [state["step"] for state in adam_states(source) if "step" in state]

@@ -55,6 +55,6 @@ class InProcessWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self._group,
         )
-        # What Megatron does behind a write, without its barrier over all ranks: the next agreement is one.
+        # What Megatron does after a write, without its barrier over all ranks: the next agreement is one.
         if dist.get_rank() == 0:
             save_config(CheckpointingConfig(self.backend, self.version), checkpoint_dir)

@@ -1,1 +1,1 @@
-"""What travels with a row beside its tokens: pictures, sounds, and what belongs to them."""
+"""What travels with a row besides its tokens: pictures, sounds, and what belongs to them."""

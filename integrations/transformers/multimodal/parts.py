@@ -1,9 +1,9 @@
-"""The tensors of a batch that belong to its rows beside tokens and labels: cut out row by row, and put together anew.
+"""The tensors of a batch that belong to its rows besides tokens and labels: cut out row by row, and reassembled.
 
 Which row has which entries is measured on the batch: a row has as many entries as its tokens stand for.
 
     token   [B, T]          a number for each token: mm_token_type_ids
-    piece   [sum of sizes]  entries of unlike sizes behind each other; a grid [E, 3] holds the sizes: image_grid_thw
+    piece   [sum of sizes]  entries of unlike sizes one after the other; a grid [E, 3] holds the sizes: image_grid_thw
     entry   [E, ...]        one for each picture or sound, over all rows: pixel_values of LLaVA, input_features, grids
     row     [B, N, ...]     those of a row, padded with empty ones: pixel_values of SmolVLM and Idefics
 
@@ -54,7 +54,7 @@ PartForm = tuple[PartKey, ...]
 
 
 class ReadParts(NamedTuple):
-    """What a batch has beside tokens and labels."""
+    """What a batch has besides tokens and labels."""
 
     form: PartForm
     of_rows: Sequence[Parts] = ()
@@ -74,7 +74,7 @@ NO_PARTS = ReadParts(())
 
 
 def split_parts(batch: Mapping[str, Any], config: Any) -> ReadParts:
-    """What each row has beside tokens and labels.
+    """What each row has besides tokens and labels.
 
     Args:
         batch: on the host.
@@ -137,7 +137,7 @@ def _counted(
         leader = max(left, key=lambda key: left[key].numel())
         value, kind = left[leader], _ENTRY
         entries, shape = len(value), value.shape[:1]
-        if value.dim() >= 5 and len(value) == len(rows):  # pictures of each row, behind them empty ones
+        if value.dim() >= 5 and len(value) == len(rows):  # pictures of each row, after them empty ones
             there = (value.flatten(2) != 0).any(2).sum(1).tolist()
             if any(_runs(rows, token) == there for token in stands_for):
                 kind, shape, counts = "row", value.shape[:2], there
@@ -227,5 +227,5 @@ def joined(parts: Sequence[Parts], pack: Pack, form: PartForm, *, rows: bool, le
 
 
 def _filled(entries: Tensor, count: int) -> Tensor:
-    """So many entries, empty ones behind those that there are."""
+    """So many entries, empty ones after those that there are."""
     return pad(entries, (0, 0) * (entries.dim() - 1) + (0, count - len(entries)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from ....runtime.attention.pack import Pack, build_pack
 from ....runtime.world.agreement import rank_and_size
 from ....runtime.world.exchange import exchange_bytes
 from ...unmodified.planned_loop import GlobalBatch
-from .parts import PartForm, PartKey, Parts, joined
+from .parts import PartForm, Parts, ReadParts, joined
 from .work import Values, values_of
 
 Content = Sequence[Sequence[Tensor]]
@@ -42,17 +42,19 @@ class BroughtParts(NamedTuple):
     values: list[list[list[Values]]]
 
     @classmethod
-    def of(cls, form: Iterable[PartKey], batches: Sequence[Sequence[Parts]], content: Content) -> BroughtParts:
-        form = tuple(sorted(form))
+    def of(cls, batches: Sequence[ReadParts], content: Content) -> BroughtParts:
+        form = tuple(sorted({key for own in batches for key in own.form}))
         lengths = {key.name for key in form if key.kind == "token"}
         shapes = {
             (key, f"{one.dtype}{[] if key in lengths else [*one.shape[1:]]}")
             for own in batches
-            for parts in own
+            for parts in own.of_rows
             for key, one in parts.items()
         }
         sizes = [[len(one) for one in own] for own in content]
-        return cls(form, frozenset(shapes), sizes, [[values_of(parts, form) for parts in own] for own in batches])
+        return cls(
+            form, frozenset(shapes), sizes, [[values_of(parts, form) for parts in own.of_rows] for own in batches]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +131,7 @@ def from_bytes(content: Tensor) -> Parts:
     return parts
 
 
-class IdleSample(NamedTuple):
+class FillerSample(NamedTuple):
     """A short sample without a target, for micro-batches that have nothing of a modality."""
 
     group: str
@@ -145,7 +147,7 @@ class PartsOfRank:
         model: the Hugging Face model.
         samples: tokens and labels [2, L] of these samples, by number.
         parts: theirs.
-        first_idle: numbers of ``idles`` begin here; below 0 their tokens are masked, as padding is.
+        first_filler: numbers of ``fillers`` begin here; below 0 their tokens are masked, as padding is.
         round_to: slots of a pack are a multiple.
     """
 
@@ -155,22 +157,22 @@ class PartsOfRank:
         form: PartForm,
         samples: Mapping[int, Any],
         parts: Mapping[int, Parts],
-        idles: Sequence[IdleSample] = (),
-        first_idle: int = 0,
+        fillers: Sequence[FillerSample] = (),
+        first_filler: int = 0,
         round_to: int = 1,
     ) -> None:
-        numbered = {first_idle + place: idle for place, idle in enumerate(idles)}
-        self._form, self._idles = form, numbered
+        numbered = {first_filler + place: filler for place, filler in enumerate(fillers)}
+        self._form, self._fillers = form, numbered
         self._round_to = round_to
-        self._samples = {**samples, **{number: idle.sample for number, idle in numbered.items()}}
-        self._parts = {**parts, **{number: idle.parts for number, idle in numbered.items()}}
+        self._samples = {**samples, **{number: filler.sample for number, filler in numbered.items()}}
+        self._parts = {**parts, **{number: filler.parts for number, filler in numbered.items()}}
         inner = getattr(model, "model", model)
         self._positions: Any = getattr(inner, "compute_3d_position_ids", None)
 
     def filled(self, pack: Pack, *, rows: bool) -> Pack:
-        """The pack with an idle sample for each modality that it has nothing of."""
+        """The pack with a filler sample for each modality that it has nothing of."""
         there = {key for piece in pack.slices for key in self._parts[piece.sequence]}
-        missing = [number for number, idle in self._idles.items() if idle.group not in there]
+        missing = [number for number, filler in self._fillers.items() if filler.group not in there]
         if not missing:
             return pack
         pieces = (*pack.slices, *(Slice(number, 0, self._samples[number].shape[1]) for number in missing))
@@ -181,7 +183,7 @@ class PartsOfRank:
         return build_pack(micro_batch, lambda i: of[i][0], device, labels_of=lambda i: of[i][1])
 
     def inputs_of(self, pack: Pack, *, rows: bool, left: bool = False) -> dict[str, Tensor]:
-        """What the model's call is given beside tokens and labels."""
+        """What the model's call is given besides tokens and labels."""
         own = [self._parts[piece.sequence] for piece in pack.slices]
         inputs = joined(own, pack, self._form, rows=rows, left=left)
         return inputs if rows or self._positions is None else inputs | self._positions_in(pack)

@@ -1,4 +1,4 @@
-"""What pictures and sounds cost beside the tokens that stand for them: the work of the towers that encode them.
+"""What pictures and sounds cost on top of the tokens that stand for them: the work of the towers that encode them.
 
 A tower of W weights and D layers of width H does, of each picture of n patches, as the language model does of tokens,
 
@@ -61,7 +61,7 @@ def values_of(parts: Parts, form: PartForm) -> list[Values]:
 
 
 def towers_of(model: Any) -> dict[bool, Tower]:
-    """The towers beside the language model of a model, by whether they encode sounds."""
+    """The towers next to the language model of a model, by whether they encode sounds."""
     decoder = model.get_decoder()
     around = next((m for m in model.modules() if any(child is decoder for child in m.children())), None)
     beside = [child for child in around.children() if child is not decoder] if around is not None else []

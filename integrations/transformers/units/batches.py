@@ -12,6 +12,7 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....core.plan.step_plan import StepPlan
 from ....core.plan.token_layout import ranks_of_samples
+from ....core.planning.trees import Branch
 from ....runtime.world.agreement import everyone, rank_and_size
 from ....runtime.world.exchange import exchange_bytes
 from ...huggingface.refusals import raise_together
@@ -83,6 +84,8 @@ class UnitBatch:
 
     samples: GlobalBatch[Tensor]
     """As they go to other ranks, uint8 each, and as long as their longest row, or as all their rows in packs."""
+    branches: tuple[Branch, ...]
+    """What each computes where rows share what they begin with; empty: they do not."""
     sizes: tuple[int, ...]
     """Of each [bytes]."""
     form: UnitForm
@@ -92,6 +95,13 @@ class UnitBatch:
     """What belongs to the step is the same in all batches."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows begin with anything in common."""
+        trees = [one.tree for one in self.branches if one.tree is not None]
+        inside = any(one.tokens < length for one, length in zip(self.branches, self.samples.lengths, strict=False))
+        return inside or len(set(trees)) < len(trees)
 
     def exchange(self, plan: StepPlan) -> dict[int, Unit]:
         """The units that this rank computes. Collective."""
@@ -104,19 +114,21 @@ class _Brought(NamedTuple):
 
     errors: list[EvenloadError]
     lengths: list[list[int]]
+    branches: list[list[Branch]]
     sizes: list[list[int]]
     forms: list[UnitForm]
     of_step: set[tuple[tuple[str, float], ...]]
     hooked: bool
 
 
-def gather_units(batches: Sequence[ReadUnits], *, packs: bool, hooked: bool) -> UnitBatch:
+def gather_units(batches: Sequence[ReadUnits], *, packs: bool, trees: bool = False, hooked: bool) -> UnitBatch:
     """The units of all ranks. Collective. Raises EvenloadError, the same on all ranks, where the batches of one cannot
     be cut into units, or pad on another side than those of another.
 
     Args:
         batches: of this rank in the step.
         packs: micro-batches are computed without padding.
+        trees: and what rows begin with in common once.
         hooked: hooks of this rank may change gradients.
     """
     whole = sum if packs else max
@@ -124,6 +136,7 @@ def gather_units(batches: Sequence[ReadUnits], *, packs: bool, hooked: bool) -> 
     brought = _Brought(
         [one.error for one in batches if one.error is not None],
         [[whole(unit.lengths) for unit in one.units] for one in batches],
+        [[unit.branch for unit in one.units] if trees else [] for one in batches],
         [[len(content) for content in of_batch] for of_batch in own],
         [one.form for one in batches if one.form is not None],
         {
@@ -138,9 +151,10 @@ def gather_units(batches: Sequence[ReadUnits], *, packs: bool, hooked: bool) -> 
     raise_together(error for one in of_ranks for error in one.errors)
     samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank_and_size()[0])
     sizes = tuple(of_ranks[rank].sizes[k][row] for rank, k, row in samples.places)
+    branches = tuple(of_ranks[rank].branches[k][row] for rank, k, row in samples.places) if trees else ()
     counts = {len(units) for one in of_ranks for units in one.lengths}
     forms = [form for one in of_ranks for form in one.forms]
     form = reduce(UnitForm.merged, forms)
     divisor = counts.pop() if len(counts) == 1 else None
     steps = {values for one in of_ranks for values in one.of_step}
-    return UnitBatch(samples, sizes, form, divisor, len(steps) == 1, any(one.hooked for one in of_ranks))
+    return UnitBatch(samples, branches, sizes, form, divisor, len(steps) == 1, any(one.hooked for one in of_ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -11,107 +11,110 @@ import numpy as np
 from torch import Tensor
 
 from ....core.errors import EvenloadError
-from ...huggingface.units import BrokenUnitsError
-from ...unmodified.planned_loop import PlannedLoop, leave
+from ...huggingface.units import BrokenUnitsError, batch_of
 from ..pack_call import PackCalls
-from ..planned import NAME, MeasuredUnits, PlannedTrainer, carried_out, plan_of, stays, watching_hooks
+from ..planned import TrainerStep, UnitLoop, leave_unplanned
 from ..planning import chain_of
-from ..stage import StepPasses, TakenBatch, run_stock
-from ..supported import inner_model, virtual_tokens, warn_of_dropout
+from ..supported import dropouts, virtual_tokens, warn_of_dropout
 from .batches import gather_units
 from .call import UnitCall
-from .in_place import prove_calls
-from .proof import prove_units, short_units
+from .proof import forked_units, prove_calls, prove_trees, prove_units, short_units
 
 log = logging.getLogger("evenload")
 
 
-def run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
-    """All passes of this rank in a step whose units change micro-batches; the loss that the Trainer books. Collective.
-
-    Args:
-        call: the Trainer's own ``training_step`` of a batch.
-    """
-    inner = inner_model(trainer)
-    if state.units is None and not state.in_place:
-        _measure(state, trainer, taken)
-    if state.in_place or state.units is None:
-        return run_in_place(state, trainer, model, taken, call)
-    measured = state.units
-    read, hooked = [one.reading() for one in taken], state.hooks.watch(inner)
+def run_units(step: TrainerStep, units: UnitLoop) -> Tensor:
+    """All passes of this rank in a step whose units change micro-batches; the loss that the Trainer books.
+    Collective."""
+    state, trainer = step.state, step.trainer
+    if not units.is_measured:
+        _measure(step, units)
+    if units.filler is None:
+        return step.run_stock()
+    read, hooked = [one.reading() for one in step.batches], state.hooks.watch(step.inner)
     try:
-        batch = gather_units(read, packs=measured.packs is not None, hooked=hooked)
+        packs = units.packs
+        batch = gather_units(read, packs=packs is not None, trees=packs is not None and packs.trees, hooked=hooked)
     except EvenloadError as error:
         if isinstance(error, BrokenUnitsError):
-            leave(NAME, state.planning, error)
+            state.leave(error)
         log.info("step %d runs as it is: %s", trainer.state.global_step + 1, error.found)
-        return run_in_place(state, trainer, model, taken, call)
-    if (batch.divisor is None and measured.of_mean) or not batch.is_one_step:
+        return step.run_stock()
+    if (batch.divisor is None and units.of_mean) or not batch.is_one_step:
         log.info("step %d runs as it is: its batches are not divided alike", trainer.state.global_step + 1)
-        return run_in_place(state, trainer, model, taken, call)
+        return step.run_stock()
     if batch.hooked and not state.hooks.are_known:
-        return watching_hooks(state, lambda: run_in_place(state, trainer, model, taken, call))
+        return step.run_stock(hooked=True)
     try:
-        plan = plan_of(state, batch.samples, taken)
+        plan = step.plan_trees(batch.samples, batch.branches) if batch.shares else step.plan(batch.samples)
     except EvenloadError as error:
-        leave(NAME, state.planning, error)
+        state.leave(error)
         plan = None
     if plan is None:
-        return run_in_place(state, trainer, model, taken, call)
-    units = batch.exchange(plan)
-    own = UnitCall(trainer, call, units, measured.idle, batch.form, batch.divisor if measured.of_mean else None)
-    lengths = plan.lengths.tolist()
+        return step.run_stock()
+    here, lengths = batch.exchange(plan), plan.lengths.tolist()
+    own = UnitCall(trainer, step.call, here, units.filler, batch.form, batch.divisor if units.of_mean else None)
     # The plan's pack of a unit is never read: the Trainer makes rows of it.
-    samples = {number: np.zeros((2, lengths[number]), dtype=np.int64) for number in units}
-    with nullcontext() if measured.packs is None else measured.packs.running():
-        loss = carried_out(state, trainer, model, plan, StepPasses(own, samples, own.inputs_of, batch.hooked))
-    own.book(len(taken))
+    samples = {number: np.zeros((2, lengths[number]), dtype=np.int64) for number in here}
+    with state.unpadded():
+        loss = step.run_plan(plan, own, samples, own.inputs_of, hooked=batch.hooked)
+    own.book(len(step.batches))
     return loss
 
 
-def run_in_place(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
-    """The batches of a step one by one, their rows without padding where that is exact. Collective."""
-    with nullcontext() if state.packs is None else state.packs.running():
-        return run_stock(trainer, model, taken, call)
-
-
-def _measure(state: PlannedTrainer, trainer: Any, taken: list[TakenBatch]) -> None:
+def _measure(step: TrainerStep, units: UnitLoop) -> None:
     """Find out, before the first update, what is exact: units that change micro-batches, or rows that stay where they
     are without padding. Collective."""
-    packs = PackCalls(trainer)
-    why = state.in_place_why
+    packs, why = PackCalls(step.trainer), units.why
+    units.is_measured = True
     if why is None:
         try:
-            state.units = _measured_units(state, trainer, packs, taken)
-            state.packs = state.units.packs
+            _measure_units(step, units, packs)
             return
         except BrokenUnitsError as error:  # what the script makes of such rows is its own affair
-            state.in_place = True
-            stays(state, error, "not measured")
+            leave_unplanned(step.state, error, "not measured")
             return
         except EvenloadError as error:
             why = error
-    state.in_place = True
-    fault = prove_calls(trainer, packs, taken[-1].inputs, taken[-1].num_items).fault
-    state.packs = None if fault else packs
-    stays(state, why, f"without padding: {fault.what}, {fault.found}" if fault else None)
+    fault = prove_calls(step.trainer, packs, step.last.inputs, step.last.num_items).fault
+    if fault is None:
+        units.packs = packs
+        _measure_trees(step, packs, step.last.inputs)
+    leave_unplanned(step.state, why, f"without padding: {fault.what}, {fault.found}" if fault else None)
 
 
-def _measured_units(state: PlannedTrainer, trainer: Any, packs: PackCalls, taken: list[TakenBatch]) -> MeasuredUnits:
-    """What units are exact. Raises EvenloadError, on all ranks, where none are."""
-    fault = virtual_tokens(trainer.model)
+def _measure_trees(step: TrainerStep, packs: PackCalls, row: Mapping[str, Any]) -> None:
+    """Find out whether what rows begin with in common can be computed once: of a batch in which some do. Collective."""
+    if not step.state.recipe.trees:
+        return
+    fault: EvenloadError | None = None
+    if dropped := dropouts(step.inner):
+        fault = EvenloadError("rows that begin alike would share what dropout draws", dropped[0], "")
+    fault = fault or prove_trees(step.trainer, packs, row, step.last.num_items).fault
+    packs.trees = fault is None
     if fault is not None:
-        raise fault
-    batch = gather_units([one.reading() for one in taken], packs=True, hooked=False)
-    units = short_units(taken[-1].reading().units)
-    first: EvenloadError | None = None
+        log.info("each row computes all of its tokens: %s (%s)", fault.what, fault.found)
+
+
+def _measure_units(step: TrainerStep, units: UnitLoop, packs: PackCalls) -> None:
+    """Find out how units are exact. Raises EvenloadError, on all ranks, where they are not."""
+    trainer, first = step.trainer, virtual_tokens(step.trainer.model)
+    if first is not None:
+        raise first
+    batch = gather_units([one.reading() for one in step.batches], packs=True, hooked=False)
+    pair = short_units(step.last.reading().units)
     for calls, of_mean in product((packs, None) if packs.is_any else (None,), (True, False)):
-        fault = prove_units(trainer, units, taken[-1].inputs, batch.form, of_mean=of_mean, packs=calls).fault
+        fault = prove_units(trainer, pair, step.last.inputs, batch.form, of_mean=of_mean, packs=calls).fault
         if fault is None:
-            warn_of_dropout(inner_model(trainer))
+            warn_of_dropout(step.inner)
             rows = 0 if calls else batch.form.num_rows
-            state.planning = PlannedLoop(NAME, chain_of(state.recipe, trainer, whole=True, rows=rows))
-            return MeasuredUnits(of_mean, units[0].shortened(2), calls)
+            step.state.chain = chain_of(step.state.recipe, trainer, whole=True, rows=rows)
+            units.of_mean = of_mean
+            units.filler = pair[0].shortened(2)
+            units.packs = calls
+            if calls:
+                _measure_trees(step, calls, batch_of(forked_units(pair), batch.form, trainer.args.device))
+            return
         first = first or fault
     assert first is not None
     raise first

@@ -7,7 +7,7 @@ FlexSP (arXiv 2412.01523, section 4.1) chooses degrees d_g and sets S_g of seque
 
 by an integer program that its authors give 5 to 15 seconds. Here: for a multiset of degrees, sequences go longest first
 to the group that would be done first among those with room; the multiset is searched from seeds (one degree for all;
-the least group that holds the longest sequence beside one degree for all others) by splitting and merging 1, 2 or 4
+the least group that holds the longest sequence next to one degree for all others) by splitting and merging 1, 2 or 4
 groups at once; moves and swaps out of the busiest group finish. A multiset whose lower bound (rank-seconds over ranks,
 group-seconds over groups, its costliest sequence) is no better than what is known is not tried.
 
@@ -28,7 +28,7 @@ from ....core.aliases import Floats, Ints
 _PLACEMENTS = 8192
 """Sequences dealt, over all multisets of degrees, after which the search ends,"""
 _OVERHEAD = 48
-"""and what a multiset takes beside."""
+"""and what a multiset takes on top of it."""
 _CLOSE = 1.001
 """Time over its lower bound at which the search ends."""
 _STEPS = 64

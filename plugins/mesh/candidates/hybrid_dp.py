@@ -1,4 +1,4 @@
-"""Hybrid DP: each long sequence alone on as many ranks as it deserves, short ones packed on single ranks beside.
+"""Hybrid DP: each long sequence alone on as many ranks as it deserves, short ones packed on single ranks.
 
 ByteScale's balanced hybrid data parallelism (arXiv 2502.21231, section 5): ranks run different numbers of micro-batches
 and meet once, at the sum of gradients. There a sequence gets as many ranks as its tokens fill; here as many as bring it

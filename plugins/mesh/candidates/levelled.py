@@ -3,7 +3,7 @@
 Candidates place sequences by prices; what traffic of shared ones nothing hides is known once a plan is played. Micro-
 batches stay as they are but for which sequences they hold, under the token cap: one goes from the busiest rank to one
 of the `_REACH` least busy, or two change places, the best first, while that helps. O(ranks) changes of some 50 us: 512
-sequences on 64 ranks take 2 to 5 ms and up to 3 % less (docs/benchmarks/peers_2026-11-26.md).
+sequences on 64 ranks take 2 to 5 ms and up to 3 % less (benchmarks/results/mesh.md).
 """
 
 from __future__ import annotations

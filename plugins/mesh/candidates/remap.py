@@ -5,7 +5,7 @@ than they may. With tokens moved (`core.parts.layout_of`) a rank's time is
 
     attention of its CP groups + linear work of  sum of tokens / N  + what moves
 
-so attention alone is levelled over ranks, and tokens beside it, which leaves few of them to be moved.
+so only attention is levelled over ranks and, outside it, tokens, which leaves few of them to be moved.
 """
 
 from __future__ import annotations

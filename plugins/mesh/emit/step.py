@@ -32,7 +32,7 @@ def _held_tokens(limits: Limits, context: PlanningContext, most: int) -> int:
     tokens = int(min(most, (budget_bytes - fixed) / each if each > 0 else most))
     if tokens < 1:
         raise EvenloadError(
-            "no token is predicted to fit into the device beside weights and optimizer",
+            "no token is predicted to fit into the device next to weights and optimizer",
             f"{budget_bytes - fixed:.3g} bytes left, {each:.3g} bytes a token",
             "set plugins.mesh.max_tokens, or recompute, or spread the model over more devices",
         )

@@ -64,6 +64,6 @@ def _pulp() -> Any:
         import highspy  # noqa: F401
         import pulp
     except ImportError as error:
-        do = "pip install 'evenload[solver]'"
+        do = "pip install PuLP highspy"
         raise EvenloadError("the baseline 'lp' solves linear programs", f"no module {error.name}", do) from error
     return pulp

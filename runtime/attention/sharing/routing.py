@@ -39,7 +39,7 @@ class Leg(NamedTuple):
 
 
 def legs_of(messages: Sequence[RankMessage], members: Ranks, node_ranks: int) -> tuple[list[Leg], list[Leg], list[Leg]]:
-    """What goes before, between and behind nodes; a leg from a rank to itself is left out."""
+    """What goes before, between and after nodes; a leg from a rank to itself is left out."""
     nodes: dict[int, list[int]] = {}
     for rank in sorted(members):
         nodes.setdefault(rank // node_ranks, []).append(rank)
@@ -71,7 +71,7 @@ class PendingLegs:
         tags: Sequence[int],
         like: Tensor,
     ) -> None:
-        """Post them. The first two stages are waited for: by the host on gloo, by a stream beside its own on CUDA.
+        """Post them. The first two stages are waited for: by the host on gloo, by a stream next to its own on CUDA.
 
         Args:
             tensors: contiguous; what this rank sends and what it is to receive, by the message's place.
@@ -105,7 +105,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def _beside(device: torch.device, begins: bool) -> Iterator[None]:
-    """Work on a stream beside the current one: it begins after what is there, or the current one goes on after it."""
+    """Work on a stream next to the current one: it begins after what is there, or the current one goes on after it."""
     if device.type != "cuda":
         yield
         return

@@ -175,7 +175,7 @@ class RunningJob(ABC):
         return list(zip(*(torch.split(x, sizes) for x in message_2MGD), strict=True))
 
     def forward_tiles(self, number: int, tiles: Sequence[Tile], keys: Pair, done: Pair | None) -> Pair | None:
-        """Attention of a slice over what is there of it, put together with what is done: out and lse."""
+        """Attention of a slice over what is there of it, merged with what is done: out and lse."""
         for tile in tiles:
             more = self.call.block.forward(self._inputs(number, tile, keys))
             if done is None:

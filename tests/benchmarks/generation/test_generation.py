@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
-import pytest
-from evenload.benchmarks.generation import collect, throughput
+from evenload.benchmarks.generation import collect
 from harness.cases import full
 
 
@@ -38,19 +36,3 @@ def test_a_row_for_each_rule_and_less_work_where_the_first_is_kept(forged, monke
     assert first["tokens"] <= whole["tokens"]
     assert first["kept_tokens"] <= whole["kept_tokens"]
     assert (whole["collected"], first["collected"]["kept"]) == (None, 3)
-
-
-@full
-@pytest.mark.slow
-def test_every_variant_makes_the_samples_that_are_asked_for(tmp_path):
-    command = [sys.executable, "-P", throughput.__file__, "--quick", "--trainers", "deepspeed", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["rows"]
-    assert [row["variant"] for row in rows] == ["groups", "spread", "deepspeed", "padded", "continuous"]
-    for row in rows:
-        assert row["samples"] == 4 * 2
-        assert row["samples"] <= row["tokens"] <= row["samples"] * 12
-        assert row["longest"] <= 12
-        assert row["rate"] > 0
-    assert rows[0]["tokens"] == rows[1]["tokens"]

@@ -69,6 +69,16 @@ def test_every_mesh_is_above_its_bound_and_mixing_degrees_pays(benchmark):
     assert [r["over_bound"] >= 1 - 1e-9 for r in result["large"]] == [True, True]
 
 
+def test_trees_come_near_the_limit_of_their_distinct_tokens(benchmark):
+    rows = benchmark("planning/trees.py", "--quick")["rows"]
+    assert len(rows) == 5
+    for row in rows:
+        assert row["distinct_tokens"] <= row["tokens"] < row["rows_tokens"]
+        assert row["rows_tokens"] - row["distinct_tokens"] == 4 * 2 * row["prompt"] * (row["answers"] - 1)
+        assert 0.9 * row["limit"] < row["speedup"] == pytest.approx(row["rows_s"] / row["step_s"])
+        assert row["speedup"] < row["limit"]
+
+
 def test_outliers_are_delayed_by_every_rule_and_delay_pays(benchmark, tmp_path):
     lengths = np.random.default_rng(3).lognormal(6, 1.4, 1600).astype(int).clip(2, 100_000)
     np.savetxt(tmp_path / "lengths.txt", lengths, "%d")

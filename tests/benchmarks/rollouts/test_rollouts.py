@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from evenload.benchmarks.rollouts.moves import play_moved
@@ -45,24 +43,3 @@ def test_moves_bring_a_lonely_tail_to_idle_ranks():
     assert moved.busy_s <= moved.seconds < 0.96 * alone
     again = Rollout(request, lengths, H100_7B._replace(prompt_s=1e-2))
     assert 0 < play_moved(again, known, 256).num_moves < moved.num_moves / 4
-
-
-COSTS = """
-source: a test
-forward: {token_s: 1.0e-6}
-backward: {token_s: 2.0e-6}
-decode: {step_s: 1.0e-2, row_s: 1.0e-3, key_s: 1.0e-5, prompt_s: 1.0e-6}
-"""
-
-
-def test_every_dealing_computes_the_same_samples(ran, tmp_path):
-    (tmp_path / "c.yaml").write_text(COSTS)
-    words = ("--costs", "c.yaml", "--prompts", 3, "--samples", 3, "--limit", 24, "--every", 4, "--draws", 1)
-    rows = json.loads(ran("rollouts/dealings.py", *words, ranks=2, folder=tmp_path).stdout)["rows"]
-    assert [row["name"] for row in rows] == ["groups", "spread", "tie", "spread, moved", "tie, moved"]
-    tokens = {sum(row["tokens"]) + row["moved"] for row in rows}
-    assert len(tokens) == 1, "the pass that computes a moved sample again gives its next token"
-    for row in rows:
-        assert row["predicted_s"] >= row["bound_s"] > 0
-        assert 0 <= row["idle"] < 1
-        assert (row["moved"] > 0) <= ("moved" in row["name"])

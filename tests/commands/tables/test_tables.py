@@ -10,6 +10,7 @@ from evenload.commands.tables.show import grid
 from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.commands.tables.train import table as table_of_train
 from evenload.training.metrics import totals
+from harness.without import needs
 from rich.console import Console
 
 NUMBERS = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "bubble_worst", "step_s", "predicted_s", "loss")
@@ -38,6 +39,10 @@ def test_a_run_that_was_done_already_says_so_and_shows_no_zeros():
     assert "no step was left to train: raise train.steps to train on" in " ".join(text.split())
     assert "kept/step00000004" in text
     assert not any(word in text for word in ("tokens/s", "MFU", "imbalance", "loss"))
+
+
+@needs("lora")
+def test_a_run_of_tenants_says_its_rates_where_it_trained():
     rates = {"tokens": 9, "targets": 8, "train_s": 7.0, "tokens_per_s": 6.0, "checkpoint": None, "out": "out"}
     tenants = {"tenants": [], "sweeps": [], "refused": {}}
     text = shown(table_of_train({**tenants, "summary": {"steps": 1, **rates}}))
@@ -82,7 +87,7 @@ def test_plugins_that_are_off_are_sold_with_their_line():
     mesh = {"plugins": ("mesh",), "line": "mesh: {enabled: true}", "gain": 2.27, "plan_s": 0.15}
     rows = (mesh, {**mesh, "plugins": ("packing",), "gain": 1.01}, {**mesh, "plugins": ("pipeline",), "gain": 0.0})
     text = shown(table_of_plan(planned(STEP, unused=rows)))
-    assert "2.27x as fast with plugins.mesh, off here (planned in 150 ms a step); add below plugins:" in text
+    assert "predicted speedup 2.27x with plugins.mesh, off here (planned in 150 ms a step); add below plugins:" in text
     assert "  mesh: {enabled: true}" in text
     assert "plugins.packing" not in text
     assert "plugins.pipeline is off, and was not planned" in text

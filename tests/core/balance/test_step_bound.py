@@ -114,6 +114,19 @@ def test_of_a_sequence_alone_on_a_rank_the_others_of_its_group_have_the_experts(
     assert bound_s <= simulate(check(plan), context, record=False).passes_s * (1 + TOLERANCE)
 
 
+def test_sequences_that_take_less_than_their_tokens_do_are_bounded_by_that():
+    """Two ranks: 100 tokens of 2 s and 5,000 pairs of 0.02 s, 60 of which are not there; 40 tokens and 800 pairs."""
+    each = PassCost(token_s=1.0, pair_s=0.01)
+    costs = Costs(source="a", forward=each, backward=each, beside=((-30.0, -30.0), (1.0, 1.0)))
+    context = PlanningContext(costs, Layout(1, 1, 1, 1, 2), nodes(), Traffic())
+    limits, lengths = Limits(2, 100), as_lengths([100, 40])
+    bound_s = passes_bound_s(lengths, limits, context)
+    assert bound_s == pytest.approx(100 * 2.0 + 5000 * 0.02 - 60.0, rel=1e-12)
+    slices = [(Slice(number, 0, length),) for number, length in enumerate(lengths.tolist())]
+    plan = StepPlan(lengths, tuple(MicroBatch(own, (rank,)) for rank, own in enumerate(slices)), limits)
+    assert bound_s == pytest.approx(simulate(check(plan), context, record=False).passes_s, rel=1e-12)
+
+
 SETTINGS = {
     "packing": {"packing": 512},
     "pipeline": {"pipeline": 512},
@@ -163,7 +176,7 @@ def test_no_plan_or_lawful_baseline_is_below_the_bound(plugins, stages, tp, reco
             continue
         least_s = certified_s(plan, chain.context)
         assert 0 < least_s <= simulate(plan, chain.context, record=False).step_s * (1 + TOLERANCE), name
-        for baseline in chain.baseline_names:
+        for baseline in chain.rivals.names:
             try:
                 other = chain.rule(baseline, batch)
             except EvenloadError:

@@ -53,6 +53,11 @@ def test_a_stage_has_its_share():
     assert stage.forward.launch_s == pytest.approx(SOME.forward.launch_s / 4)
 
 
+def test_a_stage_with_a_share_of_the_layers_has_as_much_of_what_is_beside_the_tokens():
+    beside = SOME.model_copy(update={"beside": ((-3.0, 1.0), (0.0, 2.0))})
+    assert beside.of_share(0.5).beside == ((-1.5, 0.5), (0.0, 1.0))
+
+
 def test_the_work_of_a_rank_is_linear_in_its_micro_batches():
     chain = [MicroBatch((Slice(0, 0, 10),), (0,)), MicroBatch((Slice(0, 10, 30), Slice(1, 0, 4)), (0,))]
     shared, dummy = MicroBatch((Slice(2, 0, 8),), (0, 1)), MicroBatch((), (0,))

@@ -1,7 +1,7 @@
 """What a tensor-parallel rank holds, against what real layers kept and against counts by hand."""
 
 import pytest
-from evenload.core.costs.tensor_parallel import shares_of_rank
+from evenload.core.costs.kept_values import shares_of_rank
 from evenload.core.machine.layout import Layout
 from evenload.core.machine.shape import ExpertShape, Shape
 from evenload.core.plan.limits import AMOUNTS, MemoryCost

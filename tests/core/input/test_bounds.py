@@ -29,19 +29,19 @@ def test_integers_within_bounds_are_taken_in_any_form(number, form):
     if 1 <= number <= 1000:
         assert FORMS[form](number) == number
     else:
-        with pytest.raises(EvenloadError, match="it is no integer from 1 to 1000"):
+        with pytest.raises(EvenloadError, match="it is not an integer from 1 to 1000"):
             FORMS[form](number)
 
 
 @pytest.mark.parametrize("value", [None, True, np.True_, 1.0, "1", b"1", [], 10**400, float("nan"), np.array([1])])
 def test_what_is_no_integer_is_refused(value):
-    with pytest.raises(EvenloadError, match="it is no integer"):
+    with pytest.raises(EvenloadError, match="it is not an integer"):
         whole_number(value, "it", 1000)
 
 
 @pytest.mark.parametrize("word", ["1.0", "", " ", "x", "0x1", "1_0", "\u0661", "--1", "1" * 5000, "1e2", "nan"])
 def test_words_that_are_no_integer_are_refused(word):
-    with pytest.raises(EvenloadError, match="it is no integer"):
+    with pytest.raises(EvenloadError, match="it is not an integer"):
         number_of_word(word, "it", 1000)
 
 

@@ -92,6 +92,7 @@ def test_the_security_page_names_every_key_that_takes_a_function():
     assert sorted(keys_of_functions(schema, schema)) == sorted(re.findall(r"^- `(\S+)`$", section, re.MULTILINE)) != []
 
 
+@pytest.mark.every_plugin
 def test_nothing_but_these_keys_names_a_function():
     """Whoever imports what a user says does it here, and is handed a key of the recipe."""
     calls = {
@@ -101,6 +102,6 @@ def test_nothing_but_these_keys_names_a_function():
     }  # fmt: skip
     assert {path: words for path, words in calls.items() if words} == {
         "training/preflight.py": ["word"],
-        "training/sampling/collected.py": ["rule.prune.score"],
+        "plugins/rollout/keeping.py": ["rule.prune.score"],
         "training/sampling/scored.py": ["config.score", "config.answer"],
     }

@@ -10,8 +10,9 @@ from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
-from evenload.core.planning.chain import STOCK, PlanChain, signed
+from evenload.core.planning.chain import PlanChain, signed
 from evenload.core.planning.notes import LEAST_CAP, LEFT_OUT, NO_EFFECT, warn_once
+from evenload.core.planning.rivals import STOCK
 from evenload.core.planning.setting import Setting
 from evenload.core.planning.stock import stock_plan
 from evenload.core.recipe.recipe import parse
@@ -27,7 +28,7 @@ def chain(plugins, **parallel):
 
 
 def rules(made, batch):
-    return {name: partial(made.rule, name, batch) for name in made.rules}
+    return {name: partial(made.rule, name, batch) for name in made.rivals.rules}
 
 
 def most_tokens(plan):
@@ -109,7 +110,7 @@ def test_what_takes_over_keeps_the_caps(name):
         made = chain({name: {"max_tokens": 200}}, **parallel)
         batch = as_lengths([900, 300, 20, 199])
         simpler = rules(made, batch)
-        assert made.rules[-1] == STOCK
+        assert made.rivals.rules[-1] == STOCK
         with pytest.raises(PlanError, match="900 tokens on a rank, cap 200"):
             simpler[STOCK]()
         for plan in (make() for at, make in simpler.items() if at not in (STOCK, "memory_degree")):
@@ -184,7 +185,7 @@ def test_a_planner_of_layers_with_nothing_to_plan_is_told_of_once(ep, why, caplo
     plan = made.plan(as_lengths([200, 100, 50]))
     notes = [note for note in plan.notes if note.startswith(NO_EFFECT)]
     assert notes == ([f"{NO_EFFECT}plugins.moe, {why}"] if why else [])
-    assert made.needs_loads == (not why)
+    assert made.layers.need_loads == (not why)
     warned = set()
     with caplog.at_level("WARNING", "evenload"):
         for _ in range(2):

@@ -100,7 +100,7 @@ def test_what_took_over_shows_no_planner_and_names_the_failure(plan, why, caplog
         exercised.say()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "planning failed in 1 of 1 steps, and a simpler plan ran in each of them",
-        "plugins.packing was not at work",
+        "plugins.packing did not run",
     ]
 
 

@@ -164,15 +164,15 @@ def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of, lengths):
         return  # no plan, and no table
     check(ours)
     plan = Simulated(ours, outcome_of(ours, of.context))
-    for name in of.baseline_names:
+    for name in of.rivals.names:
         try:
             other = of.baseline(name, batch)
         except EvenloadError:
             continue
         row = Simulated(other, outcome_of(other, of.context))
         assert floor_s(other, of.context) <= row.outcome.step_s * (1 + 1e-9), name
-        if not of.breaks(name, other) and over_caps(row, plan, of.context) is None:
-            offer = of.offer(name)
+        if not of.rivals.breaks(name, other) and over_caps(row, plan, of.context) is None:
+            offer = of.rivals.offer(name)
             keeps = offer[0].baselines.rows[name].keeps if offer else "whole"
             assert least_s(keeps, batch, ours.limits, of.context) <= row.outcome.step_s * (1 + 1e-9), name
             assert plan.outcome.step_s <= row.outcome.step_s * (1 + 1e-9), name

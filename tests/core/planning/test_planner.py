@@ -156,7 +156,7 @@ def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background):
     planner = Planner(old, Draws(), background=background, budget_s=60)
     assert planner.chain_of_next is old
     planner.next()
-    planner.use(new)
+    planner.chain = new
     assert planner.chain_of_next is (old if background else new)
     made = [planner.next() for _ in range(2)]
     assert [p.plan.made_by for p in made] == (["packing", "other"] if background else ["other", "other"])
@@ -168,7 +168,7 @@ def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background):
 def test_a_fallback_uses_what_its_plan_was_begun_with():
     planner = Planner(with_baseline(chain(fails), short), Draws(), budget_s=60)
     planner.next()
-    planner.use(chain())
+    planner.chain = chain()
     assert planner.next().plan.made_by == "other"
     assert planner.next().plan.made_by == "packing"
 
@@ -215,7 +215,7 @@ def step_of(plan):
 def test_all_ranks_take_the_least_stage_that_all_have():
     """One rank has its whole plan, the other only rules: both run the best of these."""
     first, second = of_ranks(chain(packed), chain(late))
-    rules = [chain().rule(name, as_lengths(LENGTHS)) for name in chain().rules]
+    rules = [chain().rule(name, as_lengths(LENGTHS)) for name in chain().rivals.rules]
     assert step_of(first) == min(map(step_of, rules))
     assert first.made_by != "packing"
     assert first.digest == second.digest

@@ -8,7 +8,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning import stages as planning
 from evenload.core.planning.judge import UnwantedError, outcome_of, wanted_no_more
-from evenload.core.planning.stages import InLine, Stages
+from evenload.core.planning.stages import PlanStages, SyncPlanning
 from evenload.core.registry import Estimates
 
 from ..by_hand import chain_of
@@ -29,10 +29,10 @@ def chain(*names, **parallel):
 )
 def test_no_stage_is_slower_than_the_one_before_and_the_last_is_the_plan(names, parallel):
     made = chain(*names, **parallel)
-    stages = Stages(made, BATCH)
+    stages = PlanStages(made, BATCH)
     *before, plan = stages.run()
     assert set(before) <= {None}
-    assert len(before) == stages.reached - 1 >= len(made.rules) + 1
+    assert len(before) == stages.reached - 1 >= len(made.rivals.rules) + 1
     assert plan.digest == made.plan(BATCH).digest
     known = [one for one in stages.best if one]
     assert len(known) == stages.reached, "chunks, the first of the rules, can run"
@@ -47,14 +47,14 @@ def test_a_stage_does_not_take_what_breaks_the_settings_of_a_later_plugin():
         (replace(plugin, baselines=replace(plugin.baselines, breaks=lambda *_: "all of it")), config)
         for plugin, config in made.links
     )
-    stages = Stages(replace(made, links=links), BATCH)
+    stages = PlanStages(replace(made, links=links), BATCH)
     list(stages.run())
     assert stages.best[-2] is None
     assert stages.best[-1] is not None
 
 
 def test_a_plan_that_nobody_waits_for_ends_with_the_next_stage():
-    stages = Stages(chain("packing", "mesh"), BATCH)
+    stages = PlanStages(chain("packing", "mesh"), BATCH)
     run = stages.run()
     next(run)
     token = wanted_no_more.set(lambda: True)
@@ -67,7 +67,7 @@ def test_a_plan_that_nobody_waits_for_ends_with_the_next_stage():
 
 
 def test_in_line_a_rule_runs_where_a_whole_plan_gains_less_than_it_takes(monkeypatch):
-    made, loop = chain("packing", "mesh"), InLine()
+    made, loop = chain("packing", "mesh"), SyncPlanning()
     monkeypatch.setattr(planning, "FREE_S", 0.0)
     monkeypatch.setattr(planning, "LEARN_EVERY", 2)
     whole = made.plan(BATCH)

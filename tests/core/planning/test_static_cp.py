@@ -30,7 +30,7 @@ def chain(cp, dp, *words):
 def test_every_planner_is_lawful_on_lanes(lengths, cp):
     made = chain(cp, 2)
     batch = as_lengths(lengths)
-    for name in ("", *made.baseline_names):
+    for name in ("", *made.rivals.names):
         plan = made.baseline(name, batch) if name else made.plan(batch)
         lanes = {tuple(range(first, first + cp)) for first in range(0, 2 * cp, cp)}
         assert {m.ranks for m in plan.micro_batches} <= lanes

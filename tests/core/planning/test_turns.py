@@ -15,7 +15,7 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning import planner as planner_module
 from evenload.core.planning.judge import judge
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.planning.turns import Received, Sender, Turns, dumped, fingerprint, loaded
+from evenload.core.planning.turns import PlannerRotation, Received, Sender, dumped, fingerprint, loaded
 from evenload.core.registry import Baselines
 
 from ..by_hand import chain_of
@@ -71,7 +71,7 @@ class Node:
         self.size, self.board, self.exchange = size, Board(), Exchange(size)
 
     def planner(self, rank, made, draws, *, place=None, budget_s=LIMIT_S, **how):
-        turns = Turns(self.board, rank if place is None else place, self.size)
+        turns = PlannerRotation(self.board, rank if place is None else place, self.size)
         how = {"steps_ahead": self.size, "turns": turns, "exchange": self.exchange.of(rank), **how}
         return Planner(made, draws, budget_s=budget_s, **how)
 

@@ -5,6 +5,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
 from evenload.core.recipe.recipe import parse
+from evenload.core.recipe.rules import refuse_in_loops
 from evenload.core.recipe.sizes import shape_of
 from evenload.training.preflight import preflight
 
@@ -21,6 +22,8 @@ def test_a_loop_of_ones_own_keeps_its_experts_whole():
     with pytest.raises(EvenloadError, match="a training loop of your own") as caught:
         PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits)
     assert "plugins.moe.owners=home" in caught.value.do
+    with pytest.raises(EvenloadError, match="stay whole"):  # as `evenload env` asks, before there is a model
+        refuse_in_loops(asks)
 
 
 def test_parameters_count_every_expert_and_a_token_meets_its_own():

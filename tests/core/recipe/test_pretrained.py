@@ -128,5 +128,5 @@ def test_a_folder_without_config(tmp_path, trainer):
     with pytest.raises(EvenloadError, match=re.escape("config.json of model.weights")):
         recipe(str(tmp_path), trainer)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
-    with pytest.raises(EvenloadError, match="is no integer"):
+    with pytest.raises(EvenloadError, match="is not an integer"):
         recipe(str(tmp_path), trainer)

@@ -70,7 +70,7 @@ def test_bytes_of_a_stage_are_those_of_its_layers():
 
 
 def test_stages_together_compute_what_equal_ones_do():
-    """Whoever has the layers, all of them run: what ranks compute in the mean is what one-number prediction says."""
+    """Whoever has the layers, all of them run: what ranks compute on average is what one-number prediction says."""
     for seed in SEEDS:
         plan, context = drawn(seed, unequal=True, orders=False)
         plan = plan.revised(replayed=())

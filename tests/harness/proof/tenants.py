@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.core.plan.step_plan import StepPlan, as_lengths
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.integrations.reference.exactness import relative_error
 from evenload.integrations.reference.textbook import AdamW, norm_of
 from evenload.integrations.reference.textbook_adapter import Alone

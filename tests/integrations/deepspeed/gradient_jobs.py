@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed_tests.jobs import gathered, hosted
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.integrations.deepspeed.plain import PlainModel
 from evenload.integrations.host.gradients import GradientSettings, PlannedSamples
 from evenload.integrations.reference.textbook import AdamW
@@ -91,7 +90,7 @@ def _state(host: Any, samples: PlannedSamples) -> dict[str, torch.Tensor]:
     result, gradients = host.gradients(*samples)
     kept = {f"weight {name}": weight for name, weight in host.weights().items()}
     kept |= {f"gradient {name}": gradient for name, gradient in gradients.items()}
-    kept |= {f"{n} {i}": t for n, state in host.optimizer_states().items() for i, t in enumerate(state)}
+    kept |= {f"{n} {i}": t for n, state in host.trained.optimizer_states().items() for i, t in enumerate(state)}
     wants = torch.tensor([p.requires_grad for p in host.engine.module.parameters()])
     training = torch.tensor([module.training for module in host.engine.module.modules()])
     kept |= {"random": torch.get_rng_state(), "training": training, "wants": wants}

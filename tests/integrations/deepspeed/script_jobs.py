@@ -17,7 +17,7 @@ from deepspeed_tests.jobs import recipe, told
 from evenload.core.errors import EvenloadError
 from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
 from evenload.integrations.deepspeed.engine.model import build_model
-from evenload.integrations.deepspeed.unmodified import loop
+from evenload.integrations.unmodified.planned_runs import release_loops
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
@@ -88,7 +88,7 @@ def switched_on() -> Iterator[None]:
     with Ledger() as ledger:
         ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
         yield
-    loop.release()
+    release_loops()
 
 
 class Drifting(list[torch.Tensor]):

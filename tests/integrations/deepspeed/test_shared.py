@@ -9,7 +9,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.action import Action, in_step
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice
-from evenload.integrations.deepspeed.unmodified.micro_batches import into_exactly
+from evenload.integrations.unmodified.exact_number import into_exactly
 from harness.cases import only_full
 
 MIXED = ("ring", "all_gather", "all_to_all", "hybrid")

@@ -8,17 +8,19 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.program import lower
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
-from evenload.integrations.deepspeed.engine.stage import call_of
-from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.integrations.host.scoring import token_losses
 from evenload.runtime.attention.labels import loss_divisor, readers_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 from harness.cases import only_full
+from harness.lazy import LazyModule
 from harness.proof import LENGTHS, ROUNDING, exact, labels_in_turn, tokens
 from harness.proof.by_hand import by_hand
 from harness.proof.drawn import random_plan
+
+engine = LazyModule("evenload.integrations.deepspeed.engine.model")
+stage = LazyModule("evenload.integrations.deepspeed.engine.stage")
+plain_training = LazyModule("evenload.integrations.deepspeed.plain")
 
 HAND = ("slices", "slices, half replayed", "slices, all replayed", "regrouped")
 EQUAL = ("slices, in step", "slices, in step, half replayed", "slices, in step, all replayed")
@@ -35,7 +37,7 @@ def _model(family, plain=False):
     groups = {} if family == "gpt" else {"num_query_groups": 2}
     model = {"family": family, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
     recipe = recipes.parse({"trainer": "deepspeed", "model": {**model, **groups}, "data": {"max_length": 64}})
-    return build_model(recipe, **({"attn_implementation": "sdpa"} if plain else {})).double()
+    return engine.build_model(recipe, **({"attn_implementation": "sdpa"} if plain else {})).double()
 
 
 def _run(model, plan, tokens_of, *, labels=None, equal=False):
@@ -51,10 +53,10 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
             pack = build_pack(one.micro_batch, tokens_of, "cpu", store, **readers_of(labels))
             if one.kind == "forward_kv":
                 with torch.no_grad():
-                    logits = model(**call_of(pack), logits_to_keep=1).logits
+                    logits = model(**stage.call_of(pack), logits_to_keep=1).logits
                 assert logits.shape[1] == 1
             else:
-                losses_T = token_losses(model(**call_of(pack)).logits[0], pack)
+                losses_T = token_losses(model(**stage.call_of(pack)).logits[0], pack)
                 weighed_T = losses_T if pack.weights_T is None else losses_T * pack.weights_T
                 losses[one.graph] = weighed_T.sum() / divisor
                 total += float(losses[one.graph].detach())
@@ -72,20 +74,20 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
 def test_every_plan_is_exact_in_float64(family, recompute):
     model, plain = _model(family), _model(family, plain=True)
     if recompute:
-        recompute_layers(model)
+        engine.recompute_layers(model)
     names = (*HAND, "0", "2", "3", "7") if family == "llama" else ("slices, half replayed", "regrouped", "3")
     for number, name in enumerate(names):
         lengths = ODD if name.isdigit() else LENGTHS
         plan, data, labels = _plan(name, lengths), tokens(lengths), labels_in_turn(number, lengths)
-        loss, wanted = plain_gradients(plain, data, plan.lengths, labels)
+        loss, wanted = plain_training.plain_gradients(plain, data, plan.lengths, labels)
         found_loss, found = _run(model, plan, data, labels=labels, equal=recompute)
         assert found_loss == pytest.approx(loss, rel=1e-12), name
-        assert relative_error(found, wanted) < 1e-9, name
+        assert plain_training.relative_error(found, wanted) < 1e-9, name
 
 
 def test_plain_training_takes_labels_as_transformers_does():
     model, data, labels = _model("llama", plain=True), tokens(), labels_in_turn(1)
-    loss, gradients = plain_gradients(model, data, np.array(LENGTHS), labels)
+    loss, gradients = plain_training.plain_gradients(model, data, np.array(LENGTHS), labels)
     model.zero_grad()
     total = 0.0
     for i in np.flatnonzero(labels.targets):
@@ -95,7 +97,7 @@ def test_plain_training_takes_labels_as_transformers_does():
         total += float(own.detach())
     # Transformers takes logits to float32 for a loss.
     assert loss == pytest.approx(total, rel=1e-6)
-    assert relative_error(gradients, {name: p.grad for name, p in model.named_parameters()}) < 1e-6
+    assert plain_training.relative_error(gradients, {name: p.grad for name, p in model.named_parameters()}) < 1e-6
 
 
 def test_a_replay_needs_no_more_than_its_prefix():

@@ -7,12 +7,14 @@ import torch
 from deepspeed_tests import other_trainer
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
-from evenload.integrations.deepspeed.tenants import blocks_of, linear_names, need_gradient, replay_first
 from evenload.runtime.stage.offload import layers_of
 from harness.cases import full, only_full
+from harness.lazy import LazyModule
 from harness.proof import ROUNDING
 from harness.world import World
+
+engine = LazyModule("evenload.integrations.deepspeed.engine.model")
+tenant_layers = LazyModule("evenload.integrations.deepspeed.tenants")
 
 HAND = ("slices", "slices, half replayed", "regrouped")
 EQUAL = ("slices, in step, half replayed", "slices, in step, all replayed", "regrouped")
@@ -20,14 +22,14 @@ EQUAL = ("slices, in step, half replayed", "slices, in step, all replayed", "reg
 
 def _layer(**options):
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97, **options}
-    model = build_model(recipes.parse({"trainer": "deepspeed", "model": model, "data": {"max_length": 64}}))
+    model = engine.build_model(recipes.parse({"trainer": "deepspeed", "model": model, "data": {"max_length": 64}}))
     return model, layers_of(model)
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "self_attn"), ("gpt", "attention")])
 def test_every_linear_layer_of_the_decoder_is_adapted(family, attention):
     model, layers = _layer(family=family)
-    blocks = blocks_of(layers, linear_names(model))
+    blocks = tenant_layers.blocks_of(layers, tenant_layers.linear_names(model))
     places = [place for block in blocks for site in block.sites for place in site.places]
     matrices = {n: tuple(p.shape) for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2}
     assert {f"{place.name}.weight": (place.outputs, place.inputs) for place in places} == matrices
@@ -36,13 +38,13 @@ def test_every_linear_layer_of_the_decoder_is_adapted(family, attention):
 
 def test_layers_that_recompute_a_part_of_themselves_are_refused():
     model, layers = _layer()
-    names = linear_names(model)
+    names = tenant_layers.linear_names(model)
     layers[1].mlp.part = type(layers[0])(model.config, 0)
     with pytest.raises(EvenloadError, match=r"LlamaDecoderLayer\.mlp\.part recomputes itself"):
-        blocks_of(layers, names)
+        tenant_layers.blocks_of(layers, names)
     del layers[1].mlp.part, layers[1].self_attn
     with pytest.raises(EvenloadError, match="do not know which tenants run"):
-        blocks_of(layers, names)
+        tenant_layers.blocks_of(layers, names)
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -51,10 +53,10 @@ def test_a_backward_begins_with_its_replay_whoever_asks_first(marked):
     model, layers = _layer()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.get_input_embeddings().register_forward_hook(need_gradient)
-    recompute_layers(model)
+    model.get_input_embeddings().register_forward_hook(tenant_layers.need_gradient)
+    engine.recompute_layers(model)
     if marked:
-        replay_first(layers)
+        tenant_layers.replay_first(layers)
     model.set_attn_implementation("sdpa")
     events = []
     layers[1].mlp.down_proj.register_forward_pre_hook(lambda *_: events.append("forward"))

@@ -2,7 +2,7 @@
 
     python families.py [NAME ...] [--list]      what becomes of each under evenload, a line a family; as families.txt,
                                                 and families_new.txt for those of `make test-today` alone
-    python families.py --page                   docs/models.md, of families.txt
+    python families.py --page                   the section of docs/support.md, of families.txt
 
 Weights are drawn with a deviation of 0.25: near 0, as configs have them, attention across samples hardly shows.
 """
@@ -182,44 +182,57 @@ def outcome(family: str) -> tuple[str, float]:
 
 
 LONGEST = 8192
-"""Tokens of a sample that docs/models.md asks for."""
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-_HEAD = f"""# Models
+"""Tokens of a sample that docs/support.md asks for."""
+PAGE = Path(__file__).parents[3] / "docs" / "support.md"
+_HEADING, _NEXT = "## Families of models\n\n", "## Tested versions\n"
+_HEAD = f"""What Transformers' Trainer trains under evenload, of all {{count}} families of causal language models that
+Transformers {{version}} has (`python tests/integrations/huggingface/families.py --page` writes the list):
 
-This page gives what Transformers' Trainer trains under evenload, of all {{count}} families of causal language models
-that Transformers {{version}} has. `python tests/integrations/huggingface/families.py --page` writes it.
+- *packs*: samples follow one another in one row without padding, and each attends to itself alone;
+- *padded groups*: the samples of a global batch are regrouped as rows of like length, with the divisor of the whole
+  ([packing](packing.md#padded-groups));
+- *as it is*: neither is exact, so the script runs without plans and evenload says why;
+- *not run at this size*: Transformers' own step does not run for so small a model;
+- *refused*: the run ends with a message.
 
-- *packs*: samples lie behind each other in one row without padding, each attends to itself alone
-- *padded groups*: the samples of a global batch are regrouped as rows of like length, with the divisor of the whole;
-  see [Packing](packing.md)
-- *as it is*: neither is exact, so the script runs without plans and evenload says why
-
-First stands what is measured, then what the family's default config says of packs with samples of {LONGEST:,} tokens;
-where it says no, padded groups are tried. For the measurement a tiny model of the family, with windows of 8 tokens,
-is trained by the real Trainer for a step, and its gradients are compared with the stock Trainer's in float64. What
-counts for a model of yours is measured before its first update, on the model itself ([Hugging Face](huggingface.md)).
-Megatron-Core's models are on [its page](megatron.md#the-hybrid-model).
+That is measured: a tiny model of the family, with windows of 8 tokens, is trained by the real Trainer for a step, and
+its gradients are compared with the stock Trainer's in float64. *By default no packs* is what the family's default
+config says of packs with samples of {LONGEST:,} tokens; padded groups are then tried. What counts for a model of yours
+is measured before its first update, on the model itself ([Hugging Face](huggingface.md)). Megatron-Core's models are on
+[its page](megatron.md#the-hybrid-model).
 
 """
 _WORDS = {"planned": "packs", "padded groups": "padded groups", "stock": "as it is", "refused": "refused"}
 
 
-def page(lines: list[str]) -> str:
-    """docs/models.md, by what became of every family."""
+def section(lines: list[str]) -> str:
+    """What docs/support.md says of families, by what became of every one: those of one outcome together."""
     import transformers
 
+    together: dict[str, list[str]] = {}
+    for line in lines:
+        family, outcome = _row(line)
+        together.setdefault(outcome, []).append(f"`{family}`")
+    rows = (f"- **{outcome}**: {', '.join(names)}" for outcome, names in sorted(together.items(), key=_largest_first))
     head = _HEAD.format(count=len(lines), version=transformers.__version__)
-    return head + "".join(
-        fill(_row(line), 120, subsequent_indent="  ", break_on_hyphens=False) + "\n" for line in lines
-    )
+    return head + "".join(fill(row, 118, subsequent_indent="  ", break_on_hyphens=False) + "\n" for row in rows)
 
 
-def _row(line: str) -> str:
+def _largest_first(row: tuple[str, list[str]]) -> tuple[int, str]:
+    return -len(row[1]), row[0]
+
+
+def _row(line: str) -> tuple[str, str]:
+    """A family, and what is measured: on one machine or another, where its line has several ends."""
     family, _, said = line.partition(": ")
-    end = said.split(" | ")[0]
-    kind, _, why = end.partition(": ")
-    measured = _WORDS.get(kind, "not run at this size") + (f": {why}" if kind in ("stock", "refused") else "")
-    return f"- `{family}`: **{measured}**; packs by default config: {by_config(family)}"
+    ends = [_in_words(*end.partition(": ")[::2]) for end in said.split(" | ")]
+    config, measured = by_config(family), ", or ".join(ends)
+    return family, measured if config == "yes" else f"{measured}; by default no packs: {config.removeprefix('no: ')}"
+
+
+def _in_words(kind: str, why: str) -> str:
+    says_why = kind in ("stock", "refused") and why != "None"
+    return _WORDS.get(kind, "not run at this size") + (f": {why}" if says_why else "")
 
 
 def by_config(family: str) -> str:
@@ -227,7 +240,7 @@ def by_config(family: str) -> str:
     try:
         config = CONFIG_MAPPING[family]()
     except Exception as error:  # Transformers' own
-        return f"there is none ({type(error).__name__})"
+        return f"there is no default config ({type(error).__name__})"
     try:
         refuse_unsupported(config, LONGEST, measured=True, windows=True)
     except EvenloadError as error:
@@ -252,7 +265,9 @@ if __name__ == "__main__":
     logging.disable(logging.ERROR)
     load_plugins()
     if "--page" in sys.argv:
-        PAGE.write_text(page(Path(__file__).with_name("families.txt").read_text().splitlines()))
+        text = section(Path(__file__).with_name("families.txt").read_text().splitlines())
+        before, _, rest = PAGE.read_text().partition(_HEADING)
+        PAGE.write_text(before + _HEADING + text + "\n" + _NEXT + rest.partition(_NEXT)[2])
         sys.exit()
     for name in [word for word in sys.argv[1:] if word != "--list"] or FAMILIES:
         said, error = outcome(name)

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from evenload.core.recipe.carried import AUDIT
-from evenload.integrations.transformers.audit import audit
+from evenload.core.recipe.carried import ROWS
 from evenload.integrations.unmodified.run_folder import VARIABLE, RunFolder
 from evenload.patches.session import enabled
+from evenload.plugins.audit import audit, rows
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +58,7 @@ def verdict_of(folder: Path, train: Callable[[], None], name: str = "recipe") ->
 
     (folder / f"{name}.yaml").write_text(RECIPE)
     with (
-        patch.dict(os.environ, {VARIABLE: str(folder), AUDIT: os.environ.get(AUDIT, "")}),
+        patch.dict(os.environ, {VARIABLE: str(folder), ROWS: rows.__name__}),
         patch.object(audit, "end_together", end),
         enabled(folder / f"{name}.yaml"),
         pytest.raises(EndedError),
@@ -66,7 +66,7 @@ def verdict_of(folder: Path, train: Callable[[], None], name: str = "recipe") ->
         train()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    return RunFolder(folder).audit
+    return RunFolder(folder).record("audit")
 
 
 def verdict(folder: str, batches: Any = LENGTHS, own_means: bool = False, leaks_on: int = -1) -> Any:

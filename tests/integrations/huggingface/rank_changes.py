@@ -288,7 +288,7 @@ class OtherKeysOnARank(Changed):
         return collate(rows) | ({"return_dict": True} if torch.distributed.get_rank() else {})
 
 
-@script.refused("batches are changed behind Trainer.training_step")
+@script.refused("batches are changed inside Trainer.training_step")
 class ChangedBehind(Changed):
     """A loss that is Trainer's own, of a batch that is changed before it, from the second step on."""
 

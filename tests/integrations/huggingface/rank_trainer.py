@@ -143,7 +143,7 @@ def planned(plan: Any) -> Iterator[None]:
     with (
         with_attributes(planned_trainer, chain_of=lambda *_, **__: chain),
         with_attributes(planned_loop, report_step=lambda *_, **__: None),
-        with_attributes(planned_loop.PlannedLoop, numbers={}),  # predicted by the costs of a chain
+        with_attributes(planned_loop.LoopSession, numbers={}),  # predicted by the costs of a chain
         with_attributes(planning, _is_computed=lambda row: True),
         enabled(recipe(packing={"max_tokens": 64})),
     ):

@@ -171,7 +171,11 @@ def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
     """The largest error of a gradient and of each logged figure against the stock Trainer's, and what was planned."""
     calls: list[Any] = []
     packs_of = pack_call._pack
-    pack = {"_pack": lambda kwargs: calls.append(kwargs) or packs_of(kwargs)}
+
+    def pack(*call: Any) -> Any:
+        calls.append(packs_of(*call))
+        return calls[-1]
+
     if kind == "kto":
         more = {"loss_type": "apo_zero_unpaired", **more}
     with ExitStack() as stack:
@@ -180,7 +184,7 @@ def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
             stack.enter_context(with_attributes(import_module(_ChunkedLogProbFunction.__module__), torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(kind, **more)
-        stack.enter_context(with_attributes(pack_call, **pack))
+        stack.enter_context(with_attributes(pack_call, _pack=pack))
         seen = stack.enter_context(planned_by(recipe(packing={"max_tokens": max_tokens})))
         own, gradients = trained(kind, **more)
     return {
@@ -189,7 +193,8 @@ def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
         "apart": _apart(own.state.log_history, stock.state.log_history),
         "planned": len(seen.plans),
         "most_slots": max((m.num_padded_tokens for plan in seen.plans for m in plan.micro_batches), default=0),
-        "packed": len(calls),
+        "packed": sum(one is not None for one in calls),
+        "shared": sum(one is not None and one[0].trie is not None for one in calls),
         "idle": seen.idle,
     }
 

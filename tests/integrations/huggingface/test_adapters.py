@@ -6,15 +6,16 @@ import resource
 from contextlib import nullcontext
 from pathlib import Path
 
-import peft
 import pytest
 import torch
-import transformers
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
 from evenload.integrations.huggingface.folders import adapter_config
 from evenload.integrations.huggingface.folders.adapters import read_adapter, refuse_other_base, write_adapter
+from harness.lazy import LazyModule
 from safetensors.torch import load_file, save_file
+
+peft, transformers = LazyModule("peft"), LazyModule("transformers")
 
 ADAPTERS = {
     "all": Adapter(r=4),
@@ -26,7 +27,7 @@ ADAPTERS = {
 MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def llama() -> transformers.LlamaForCausalLM:
+def llama() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

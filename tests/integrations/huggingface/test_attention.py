@@ -10,12 +10,14 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.engine.model import build_model
-from evenload.integrations.deepspeed.engine.stage import call_of
-from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.integrations.host.scoring import token_losses
-from evenload.integrations.huggingface import attention
 from evenload.runtime.attention.pack import build_pack
+from harness.lazy import LazyModule
+
+engine = LazyModule("evenload.integrations.deepspeed.engine.model")
+stage = LazyModule("evenload.integrations.deepspeed.engine.stage")
+plain_training = LazyModule("evenload.integrations.deepspeed.plain")
+attention = LazyModule("evenload.integrations.huggingface.attention")
 
 LENGTHS = (5, 19, 3, 8)
 TOKENS = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate(LENGTHS)]
@@ -29,15 +31,15 @@ def _pack(ids=(0, 1, 2, 3), pad_to=0):
 def test_a_replay_runs_under_the_pack_of_its_own_forward(reentrant):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
     recipe = recipes.parse({"trainer": "deepspeed", "model": sizes})
-    packed, plain = build_model(recipe).double(), build_model(recipe, attn_implementation="sdpa").double()
+    packed, plain = engine.build_model(recipe).double(), engine.build_model(recipe, attn_implementation="sdpa").double()
     packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    _, wanted = plain_gradients(plain, TOKENS.__getitem__, as_lengths(LENGTHS))
+    _, wanted = plain_training.plain_gradients(plain, TOKENS.__getitem__, as_lengths(LENGTHS))
     # Two packs of one size: under the other's borders a replay would run, and be wrong.
     packs = [_pack((0, 3), 8), _pack((2,), 16), _pack((1,))]
-    losses = [token_losses(packed(**call_of(pack)).logits[0], pack, reduction="sum") for pack in packs]
+    losses = [token_losses(packed(**stage.call_of(pack)).logits[0], pack, reduction="sum") for pack in packs]
     for place in (0, 2, 1):
         (losses[place] / (sum(LENGTHS) - len(LENGTHS))).backward()
-    assert relative_error({name: p.grad for name, p in packed.named_parameters()}, wanted) < 1e-9
+    assert plain_training.relative_error({name: p.grad for name, p in packed.named_parameters()}, wanted) < 1e-9
 
 
 def _module(**attributes):
@@ -94,19 +96,19 @@ def test_weights_come_from_the_seed_alone(tmp_path):
     recipe = recipes.parse({"trainer": "deepspeed", "model": {"hidden_size": 32, "vocab_size": 97}})
     torch.manual_seed(99)
     state = torch.random.get_rng_state()
-    one, two = build_model(recipe), build_model(recipe)
+    one, two = engine.build_model(recipe), engine.build_model(recipe)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    other = build_model(recipe.changed({"train.seed": 5}))
+    other = engine.build_model(recipe.changed({"train.seed": 5}))
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     one.config.save_pretrained(tmp_path)
-    read = build_model(recipe.changed({"model.config": str(tmp_path / "config.json")}))
+    read = engine.build_model(recipe.changed({"model.config": str(tmp_path / "config.json")}))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), read.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("", "is not JSON"), ("{}", "no causal"), ('{"model_type": "llamma"}', "llama"), (None, r"model\.vocab_size")],
+    [("", "is not JSON"), ("{}", "not a causal"), ('{"model_type": "llamma"}', "llama"), (None, r"model\.vocab_size")],
 )
 def test_a_config_that_is_none_is_refused(tmp_path, text, told):
     recipe = recipes.parse({"trainer": "deepspeed"})
@@ -114,4 +116,4 @@ def test_a_config_that_is_none_is_refused(tmp_path, text, told):
         (tmp_path / "config.json").write_text(text)
         recipe = recipe.changed({"model.config": str(tmp_path / "config.json")})
     with pytest.raises(EvenloadError, match=told):
-        build_model(recipe)
+        engine.build_model(recipe)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from evenload.core.recipe.carried import AUDIT
+from evenload.plugins.audit.rows import BORDER
+from harness.lazy import LazyModule
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM
+
+transformers = LazyModule("transformers")
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
@@ -24,8 +26,8 @@ def audited(tmp_path, monkeypatch):
     """Runs a training function as `evenload audit` does; what it judged."""
     verdict_of = import_module("rank_audit").verdict_of
 
-    def run(train: Any, border: str = "") -> dict[str, Any]:
-        monkeypatch.setenv(AUDIT, border)
+    def run(train: Any, border: str = "-1") -> dict[str, Any]:
+        monkeypatch.setenv(BORDER, border)
         verdict = verdict_of(tmp_path, train)
         assert verdict is not None
         return verdict
@@ -37,9 +39,9 @@ def model(kind: str = "llama", **more: Any) -> Any:
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
     if kind == "gpt2":
         sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    config = AutoConfig.for_model(kind, **sizes, initializer_range=0.25, **more)
+    config = transformers.AutoConfig.for_model(kind, **sizes, initializer_range=0.25, **more)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def rows() -> list[dict[str, list[int]]]:

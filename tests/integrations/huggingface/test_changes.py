@@ -25,4 +25,4 @@ def test_a_model_that_a_script_changes_later_is_measured_anew(on_ranks):
     for ended in on_ranks(2, "rank_changes.hooked_later"):
         assert ended["planned"] == ["packs"]
         assert ended["grad"] < 1e-9
-        assert "padded groups: a sample is computed otherwise" in ended["said"][0]
+        assert "padded groups: a sample has other results" in ended["said"][0]

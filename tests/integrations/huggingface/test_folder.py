@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from evenload.core.errors import EvenloadError
-from evenload.integrations.huggingface.folders.conversion import ModelWeights
 from evenload.integrations.huggingface.folders.reading import INDEX, WeightFolder, refuse_unlike
 from evenload.integrations.huggingface.folders.writing import FolderWriter
 from evenload.runtime.files import refuse_taken
+from harness.lazy import LazyModule
 from safetensors.torch import save_file
+
+transformers = LazyModule("transformers")
+conversion = LazyModule("evenload.integrations.huggingface.folders.conversion")
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def test_a_folder_says_in_its_config_which_type_its_tensors_have(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory) -> tuple[Path, transformers.PreTrainedModel]:
+def experts(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     """A model whose experts are a tensor each in its folder, and rows of one parameter in memory."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": True}
@@ -145,7 +147,7 @@ def experts(tmp_path_factory) -> tuple[Path, transformers.PreTrainedModel]:
 
 def test_parameters_are_put_together_whole_and_by_rows(experts):
     path, model = experts
-    weights, state = ModelWeights(WeightFolder.open(path), model), model.state_dict()
+    weights, state = conversion.ModelWeights(WeightFolder.open(path), model), model.state_dict()
     for name, tensor in state.items():
         if name in weights:
             assert torch.equal(weights.read(name), tensor), name
@@ -168,7 +170,7 @@ def test_a_folder_that_lacks_a_tensor_of_its_model_is_named(experts, tmp_path, l
             if not any(part in name for part in left_out):
                 writer.add(name, opened.read(name))
     with pytest.raises(EvenloadError, match=says):
-        ModelWeights(WeightFolder.open(tmp_path / "short"), model)
+        conversion.ModelWeights(WeightFolder.open(tmp_path / "short"), model)
 
 
 def test_nothing_half_written_stays(folder, tmp_path):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
-from evenload.integrations.huggingface.inputs import without_unread
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness.lazy import LazyModule
+
+peft, transformers = LazyModule("peft"), LazyModule("transformers")
+inputs = LazyModule("evenload.integrations.huggingface.inputs")
 
 pytestmark = pytest.mark.slow  # builds models
 
@@ -21,7 +22,7 @@ class Weighs:
 
 def _llama() -> Any:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **shape))
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -30,10 +31,10 @@ def test_entries_are_left_out_where_no_code_of_the_model_names_them(adapted: boo
     if adapted:
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     extra = {"sample_ids": 4, "row_weights": 5}
-    assert without_unread({**READ, **extra}, model) == READ
+    assert inputs.without_unread({**READ, **extra}, model) == READ
     # An argument of the loss function, of attention, and of a Trainer.
     read = {"source": 4, "softcap": 5, "row_weights": 6}
-    assert without_unread({**READ, **read}, model, Weighs) == {**READ, **read}
+    assert inputs.without_unread({**READ, **read}, model, Weighs) == {**READ, **read}
 
 
 def test_a_model_that_takes_no_other_arguments_is_given_them_and_fails_as_ever() -> None:
@@ -44,4 +45,4 @@ def test_a_model_that_takes_no_other_arguments_is_given_them_and_fails_as_ever()
             return input_ids
 
     model.__class__ = Narrow
-    assert without_unread({**READ, "sample_ids": 4}, model) == {**READ, "sample_ids": 4}
+    assert inputs.without_unread({**READ, "sample_ids": 4}, model) == {**READ, "sample_ids": 4}

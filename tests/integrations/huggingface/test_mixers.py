@@ -12,13 +12,15 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.huggingface import mixers
-from evenload.integrations.transformers.proof import difference
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attributes import with_attributes
 from harness.cases import only_full
+from harness.lazy import LazyModule
 from torch.utils.checkpoint import checkpoint
 from variant_checks import check_exact
+
+mixers = LazyModule("evenload.integrations.huggingface.mixers")
+proof = LazyModule("evenload.integrations.transformers.proof")
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
@@ -35,7 +37,7 @@ def rows_of(*lengths: int, requires_grad: bool = False) -> list[Any]:
 
 
 def search_in(model: Any) -> Any:
-    return mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
+    return mixers.MixerSearch(model, lambda: 0, 1e-4, proof.difference)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +140,11 @@ def test_a_state_does_not_run_over_the_border_of_two_samples(knows_borders):
     with mixers.apart(search.mixers):
         packed = model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
         assert torch.equal(model(rows[0]), alone[:, :9])  # without a pack nothing is changed
-    assert difference(packed[0], alone[0]) < 1e-12
+    assert proof.difference(packed[0], alone[0]) < 1e-12
     found = torch.autograd.grad(packed.square().sum(), rows)
-    assert max(difference(a[0], b[0]) for a, b in zip(found, wanted, strict=True)) < 1e-12
+    assert max(proof.difference(a[0], b[0]) for a, b in zip(found, wanted, strict=True)) < 1e-12
     across = model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
-    assert difference(across[0], alone[0]) > 1e-2
+    assert proof.difference(across[0], alone[0]) > 1e-2
 
 
 def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(families):

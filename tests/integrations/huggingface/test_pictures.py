@@ -37,8 +37,10 @@ def test_a_tower_that_looks_across_pictures_leaves_the_script_as_it_is(on_ranks)
 
 @pytest.mark.parametrize("zero", [only_full(2), 3])
 def test_the_same_under_zero(on_ranks, zero):
-    """In float32; every rank runs the tower in every pass."""
-    check_exact(on_ranks(2, "rank_pictures.each", names=["qwen2_5_vl"], zero=zero), 2e-6, idle=[])
+    """In float32, as near as stock is to itself in float64; every rank runs the tower in every pass."""
+    for found in on_ranks(2, "rank_pictures.under_zero", name="qwen2_5_vl", zero=zero):
+        assert found["rounding"] < 1e-4, found
+        check_exact([{"qwen2_5_vl": found}], max(2e-6, 2 * found["rounding"]), idle=[])
 
 
 def test_a_rank_whose_batches_have_no_pictures_computes_those_of_others(on_ranks):

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from evenload.integrations.transformers import proof
+from harness.lazy import LazyModule
+
+proof = LazyModule("evenload.integrations.transformers.proof")
+probe_samples = LazyModule("evenload.integrations.transformers.probe_samples")
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
@@ -33,9 +36,9 @@ def both(kind: str, trainer: Any, families: Any, caplog: Any) -> tuple[float, st
 
 @pytest.fixture
 def sampled(families: Any) -> tuple[Any, ...]:
-    """What a Trainer is measured by: two short samples, a batch, and its number of targets."""
-    samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
-    return samples, families.collate(families.rows()[:2]), torch.tensor(5)
+    """What a Trainer is measured by: two short samples with a batch, and its number of targets."""
+    samples = probe_samples.probe_samples([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
+    return probe_samples.SamplePair(samples, families.collate(families.rows()[:2])), torch.tensor(5)
 
 
 STAYS = {
@@ -103,7 +106,7 @@ def test_nothing_of_a_measurement_is_left(trainer, sampled):
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    assert proof.prove_trainer(own, *sampled) == proof.Proof(None, may_cut=True, windows=True)
+    assert probe_samples.prove_trainer(own, *sampled) == proof.Proof(None, may_cut=True, sees_windows=True)
     assert torch.equal(torch.rand(3), wanted)
     assert (own.counted, own.seen, own.state.log_history, logged) == (0, [], [], [])
     assert not any(module.training for module in own.model.modules())
@@ -114,12 +117,12 @@ def test_nothing_of_a_measurement_is_left(trainer, sampled):
 @pytest.mark.parametrize(("kind", "may_cut"), [("", True), ("loss function", False), ("older checkpoints", True)])
 def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(kind, may_cut, trainer, sampled):
     """The target of a slice's last token lies in the next slice: a loss that shifts labels itself would lose it."""
-    assert proof.prove_trainer(trainer(kind), *sampled) == proof.Proof(None, may_cut=may_cut, windows=True)
+    assert probe_samples.prove_trainer(trainer(kind), *sampled) == proof.Proof(None, may_cut=may_cut, sees_windows=True)
 
 
 def test_rotary_tables_of_the_longest_are_refused_where_a_pack_counts_on(trainer, sampled):
     """Short packs give what samples give alone; a longer one than the table would not."""
-    fault = proof.prove_trainer(trainer("positions counted by the mask"), *sampled).fault
+    fault = probe_samples.prove_trainer(trainer("positions counted by the mask"), *sampled).fault
     assert fault is not None
     assert fault.found == "a CountedPositions counts to 7 in a pack whose longest sample has 4 tokens"
 
@@ -128,9 +131,9 @@ def test_two_samples_are_made_of_one(families):
     one = torch.stack([torch.arange(40), torch.full((40,), -100)])
     one[1, 20:] = one[0, 20:]
     for sample in (one, one[:, 19:21]):
-        first, second = proof.windows([sample])
-        assert (len(first[0]), len(second[0])) <= proof.LENGTHS
-        assert min(proof.num_targets(first), proof.num_targets(second)) > 0
+        first, second = probe_samples.probe_samples([sample])
+        assert (first.shape[1], second.shape[1]) <= probe_samples.LENGTHS
+        assert min(map(probe_samples.num_targets, (first, second))) > 0
 
 
 def test_what_is_no_number_is_no_rounding():

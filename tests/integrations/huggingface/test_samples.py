@@ -10,7 +10,9 @@ from evenload.core.errors import EvenloadError
 from evenload.integrations.huggingface.models import is_rotary
 from evenload.integrations.huggingface.refusals import PaddedLabelsError, raise_together
 from evenload.integrations.huggingface.samples import split, with_all_labels
-from transformers import DataCollatorWithFlattening, GPT2Config, GPTNeoXConfig, LlamaConfig
+from harness.lazy import LazyModule
+
+transformers = LazyModule("transformers")
 
 ROWS = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]
 
@@ -79,7 +81,7 @@ def test_a_flattened_row_is_cut_where_positions_start_again():
 
 
 def test_what_collators_of_flattened_rows_give_is_read():
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collate([{"input_ids": row, "labels": row} for row in ROWS])
     assert set(batch) > {"cu_seq_lens_q", "max_length_k", "seq_idx"}
     assert _tokens(split(batch, rotary=False)) == ROWS
@@ -137,7 +139,8 @@ def test_models_that_learn_positions_refuse_left_padding_and_token_types():
     with pytest.raises(EvenloadError, match="may embed type 0"):
         split(_changed(_padded(), token_type_ids=[[0]]), rotary=False)
     assert _tokens(split(_changed(_padded(), token_type_ids=[[0]]), rotary=True)) == ROWS
-    assert [is_rotary(config()) for config in (LlamaConfig, GPTNeoXConfig, GPT2Config)] == [True, True, False]
+    configs = transformers.LlamaConfig(), transformers.GPTNeoXConfig(), transformers.GPT2Config()
+    assert list(map(is_rotary, configs)) == [True, True, False]
 
 
 def test_refusals_of_all_ranks_are_one():

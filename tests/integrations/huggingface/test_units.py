@@ -24,6 +24,7 @@ def check(kind: str, one: dict, named: tuple[str, ...] = ()) -> None:
     assert one["planned"] > 0, (kind, one)
     assert one["grad"] < DOUBLE < one["size"], (kind, one)
     assert one["packed"] > 0, (kind, one)
+    assert one["shared"] > 0, (kind, one)
     named += ("loss", "train_loss") if kind == "rloo" else ()  # advantages are centred, and rounding is left
     apart = {key: off for key, off in one["apart"].items() if off > 1e-6 and not key.startswith(named or "-")}
     assert not apart, (kind, apart)
@@ -81,7 +82,7 @@ References and log-probabilities of the step before travel with them."""
 
 @pytest.mark.parametrize(("kind", "more"), OF_ROWS, ids=str)
 def test_answers_change_places_with_their_log_probabilities_whatever_loss_sums_over_them(kind, more, compared):
-    check(kind, compared(kind, **more), (*OF_STEP, "kl", "clip_ratio"))
+    check(kind, compared(kind, **more), (*OF_STEP, "kl", "clip_ratio", "cispo_clip_ratio"))
 
 
 STAYS = [

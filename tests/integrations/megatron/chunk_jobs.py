@@ -14,7 +14,7 @@ from typing import Any
 
 import evenload
 import torch
-from evenload.integrations.megatron.unmodified.running.chunks import fitting
+from evenload.integrations.megatron.unmodified.running.chunks import round_up_microbatches
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -248,12 +248,12 @@ def told_of_further_tokens(world: Any, **loop: Any) -> dict[str, Any]:
 
 
 def numbers_of_packs(world: Any) -> list[Any]:
-    """Where `fitting` gives another number than the least one that passes the schedule's own two checks."""
+    """Where `round_up_microbatches` gives another number than the least that passes the schedule's own two checks."""
     wrong = []
     for stages, group, number in product(range(2, 6), range(2, 9), range(1, 40)):
         if group < stages:
             continue
         takes = (n for n in range(max(number, group), 99) if n % group == 0 or n % group >= stages)
-        if fitting(number, group, stages) != (wanted := next(takes)):
+        if round_up_microbatches(number, group, stages) != (wanted := next(takes)):
             wrong.append((stages, group, number, wanted))
     return wrong

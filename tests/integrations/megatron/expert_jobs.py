@@ -201,8 +201,8 @@ def sharded_beside_home(world: Any, *, folder: str, **changes: Any) -> dict[str,
 
 def unequal(one: Any, other: Any) -> list[str]:
     """Names of weights and states of optimizers that differ by a bit between two hosts."""
-    weights, states = one.weights(), one.optimizer_states()
-    others, their_states = other.weights(), other.optimizer_states()
+    weights, states = one.weights(), one.trained.optimizer_states()
+    others, their_states = other.weights(), other.trained.optimizer_states()
     wrong = [name for name, weight in weights.items() if not torch.equal(weight, others[name])]
     for name, state in states.items():
         if not all(map(torch.equal, state, their_states[name])):
@@ -212,7 +212,7 @@ def unequal(one: Any, other: Any) -> list[str]:
 
 def farthest(one: Any, other: Any) -> float:
     """The largest relative difference of weights and moments between two hosts."""
-    states, others = one.optimizer_states(), other.optimizer_states()
+    states, others = one.trained.optimizer_states(), other.trained.optimizer_states()
     return max(
         relative_error(ours, theirs)
         for name, state in states.items()

@@ -11,8 +11,7 @@ import torch
 from evenload.api import load_plugins
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.policies import Pool, chosen_policy, started, stepped
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.core.registry import data_policies
 from evenload.integrations.host.gradients import GradientSettings, PlannedSamples
 from evenload.integrations.megatron import PlainModel
@@ -189,4 +188,4 @@ def ways(world: Any, **changes: Any) -> dict[str, Any]:
 
 
 def _moments(host: Any) -> dict[str, torch.Tensor]:
-    return {f"{n} {i}": t for n, state in host.optimizer_states().items() for i, t in enumerate(state)}
+    return {f"{n} {i}": t for n, state in host.trained.optimizer_states().items() for i, t in enumerate(state)}

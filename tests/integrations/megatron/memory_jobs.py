@@ -34,6 +34,7 @@ def measured_memory(world: Any, **changes: Any) -> dict[str, Any]:
 
 def peaks(world: Any, *, memory: dict[str, Any], **changes: Any) -> dict[str, float]:
     """The peak of a step on this rank [bytes], all in all: as these memory costs predict it, and as it is."""
+    of_others = live_bytes(world.device)  # references that earlier cases of this world keep
     with hosted(world, **SIZED, **changes) as host:
         recipe, layout = host.recipe, host.layout
         setting = Setting.of_recipe(recipe)
@@ -52,7 +53,7 @@ def peaks(world: Any, *, memory: dict[str, Any], **changes: Any) -> dict[str, fl
         held = fixed_bytes(context.costs.memory, plan.limits)
         return {
             "peak": float(outcome.peak_bytes[own]),
-            "measured": fixed + peak,
+            "measured": fixed - of_others + peak,
             "activations": float(outcome.peak_bytes[own]) - held,
             "activations_measured": peak,
         }

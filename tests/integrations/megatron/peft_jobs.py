@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import peft
 import torch
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.integrations.huggingface.folders.adapters import write_adapter
 from evenload.integrations.megatron import open_host
 from evenload.integrations.reference.exactness import largest_error, relative_error

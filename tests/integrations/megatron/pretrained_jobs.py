@@ -68,7 +68,7 @@ def stepped(world: Any, *, folder: str, write: str = "", read: str = "", **asked
         host.train_step(planned(host, "packs"), lambda index: samples[index].numpy(), lr=1e-2)
     if write:
         save_new(world, host, Path(write))
-    states = host.of_all_stages({name: state.exp_avg_sq for name, state in host.optimizer_states().items()})
+    states = host.of_all_stages({name: state.exp_avg_sq for name, state in host.trained.optimizer_states().items()})
     left = _left(host)
     host.close()
     return {"left": {n: t.numpy() for n, t in left.items()}, "norm": {n: float(t.norm()) for n, t in states.items()}}

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.plan.step_plan import as_lengths
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.runtime.adapters.tenant import TenantAdapter
 from harness.proof import VOCABULARY, planned
 from megatron_tests.jobs import hosted

@@ -10,7 +10,6 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan_json import read_step, step_json
 from evenload.core.planning.forward_only import forward_only
 from evenload.core.planning.judge import judge
-from evenload.core.planning.tenants import of_tenants
 from evenload.core.recipe.recipe import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,9 +40,9 @@ def answers(of, lengths, tenants):
     """All plans that the chain has of a batch."""
     yield of.plan(lengths, tenants)
     yield of.stock(lengths, tenants)
-    for name in of.baselines_for(lengths, "shown"):
+    for name in of.rivals.of_batch(lengths, "shown"):
         yield of.baseline(name, lengths, tenants)
-    for name in of.rules:
+    for name in of.rivals.rules:
         try:
             yield of.rule(name, lengths, tenants)
         except EvenloadError:
@@ -91,7 +90,7 @@ def test_backward_groups_of_tenants_are_in_order_too():
         of.limits,
         backward=(MicroBatch((others[0], second, others[1]), (0,)), MicroBatch((first,), (0,)), MicroBatch((), (1,))),
     )
-    owned = of_tenants(plan, as_lengths([4, 9, 2]), of.context, of.of_slices)
+    owned = of.owned(plan, as_lengths([4, 9, 2]))
     assert owned.tenants.tolist() == [4, 9, 2]
     assert owned.micro_batches[0].slices == (others[1], whole, others[0])
     assert owned.backward[0].slices == (others[1], second, others[0])

@@ -7,6 +7,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
 from evenload.core.recipe.recipe import parse
+from evenload.plugins.lora.tenant_file import parse_tenant
 
 load_plugins()
 LORA = {"plugins": {"lora": {"enabled": True}}}
@@ -65,8 +66,22 @@ def test_loops_of_the_user_s_own_are_refused(tmp_path):
         run(file, ["python", "-c", "raise SystemExit(3)"])
 
 
+def test_samples_of_tenants_are_in_no_groups():
+    with pytest.raises(EvenloadError, match=r"data\.group"):
+        parse_tenant("data: {source: a.jsonl, group: of}", "acme")
+
+
 def test_fewer_samples_than_ranks_are_no_fault_where_tenants_draw_them():
     settings = {"parallel": {"dp": 8}, "train": {"global_batch_size": 4}}
     with pytest.raises(EvenloadError, match="smaller than the number"):
         parse(settings)
     assert parse({**settings, **LORA})
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [({"tenants": "t", "enabled": True}, False), ({"tenants": "t"}, True), ({"enabled": False}, False)],
+)
+def test_a_folder_of_tenants_without_the_plugin_is_named(lora, says):
+    said = parse({"plugins": {"lora": lora}}).idle()
+    assert [text[:38] for text in said] == ["plugins.lora.tenants has no effect: pl"] * says

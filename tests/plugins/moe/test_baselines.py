@@ -106,7 +106,7 @@ def test_without_the_solver_the_error_says_what_to_install(monkeypatch):
     chain = chain_of_moe().with_loads((tuple(map(float, range(16))),) * 3)
     with pytest.raises(EvenloadError, match="linear programs") as caught:
         chain.baseline("lp", as_lengths([500, 300]))
-    assert caught.value.do == "pip install 'evenload[solver]'"
+    assert caught.value.do == "pip install PuLP highspy"
     assert chain.baseline("eplb", as_lengths([500, 300])).experts.planner == "eplb"
 
 

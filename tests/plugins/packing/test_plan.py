@@ -30,7 +30,7 @@ def test_every_planner_makes_lawful_plans(lengths, layout):
     made = chain(ranks, pp=pp, zero=zero)
     batch = as_lengths(lengths)
     whole = chain(ranks, pp=pp, zero=zero, slices="off")
-    plans = [whole.plan(batch), *(made.baseline(name, batch) for name in made.baseline_names)]
+    plans = [whole.plan(batch), *(made.baseline(name, batch) for name in made.rivals.names)]
     for plan in (*plans, made.plan(batch)):  # each has passed check()
         assert all(plan.of_rank(rank) for rank in range(ranks)), "every rank has at least a dummy"
         if zero == 3:
@@ -46,7 +46,7 @@ def test_the_bound_holds_for_every_planner_and_none_is_faster(lengths, ranks):
     plan = made.plan(batch)
     ours = predict(plan, made.context.costs)
     # The stock plan is left out: its micro-batches are capped in samples, so it may launch fewer.
-    capped = [made.baseline(name, batch) for name in made.baseline_names if name != "padded"]
+    capped = [made.baseline(name, batch) for name in made.rivals.names if name != "padded"]
     others = [predict(one, made.context.costs) for one in capped]
     assert all(p.step_s >= plan.bound_s * (1 - 1e-9) for p in (ours, *others))
     least_s = min(outcome_of(one, made.context).step_s for one in capped)
@@ -110,7 +110,7 @@ def test_chunks_start_at_blocks(block):
     plan = made.baseline("chunks", as_lengths([900, 256, 40]))
     assert plan.cut == {0, 1}
     assert {s.start % block for m in plan.micro_batches for s in m.slices} == {0}
-    assert made.breaks("chunks", plan) == ""
+    assert made.rivals.breaks("chunks", plan) == ""
 
 
 @pytest.mark.parametrize(

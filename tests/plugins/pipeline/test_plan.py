@@ -152,7 +152,7 @@ def test_other_peoples_pipelines_refuse_trainers_in_step_too():
     of, batch = PlanChain.of_recipe(recipe, recipe.layout()), as_lengths([CAP] * 15)
     assert of.plan(batch).limits.max_tokens == CAP
     for name in ("whole_1f1b", "fixed_chunks", "algorithm_1"):
-        with pytest.raises(EvenloadError, match="whose ranks run in step"):
+        with pytest.raises(EvenloadError, match="whose ranks run in lockstep"):
             of.baseline(name, batch)
 
 
@@ -167,7 +167,7 @@ def test_other_peoples_pipelines_refuse_trainers_in_step_too():
 )
 def test_baselines_that_do_not_keep_a_setting_are_said_to(settings, name, broken):
     of, batch = chain(2, max_tokens=4 * CAP, **settings), as_lengths([3 * CAP, 90, 80])
-    found = of.breaks(name, of.baseline(name, batch))
+    found = of.rivals.breaks(name, of.baseline(name, batch))
     assert found == (f"plugins.pipeline.{broken}" if broken else "")
     plan = of.plan(batch)
     most = max(Counter(s.sequence for m in plan.micro_batches for s in m.slices).values())

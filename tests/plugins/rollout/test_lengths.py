@@ -30,7 +30,7 @@ def test_many_samples_give_their_own_distribution():
 
 
 def test_samples_that_were_cut_are_longer_than_the_cut():
-    """Half of them are: as ended ones they would say 0.3 less in the mean."""
+    """Half of them are: as ended ones they would say 0.3 less on average."""
     mu = np.full(50, np.log(1000.0))
     cut = sampled(mu, 0.5, 40, 1000)
     assert 0.45 < 1 - np.mean(cut.ended) < 0.55

@@ -96,5 +96,5 @@ def test_limits_of_prompts_cut_what_is_expected_of_them():
     request = replace(request, done=np.zeros(30, int))
     longest = move(request, np.zeros(30, int), own, H100_7B, 8)
     assert longest.plan.of_samples[request.prompts == 1].size
-    with pytest.raises(Exception, match="no distributions"):
+    with pytest.raises(Exception, match="not distributions"):
         LengthDistributions(KNOWN.mu, KNOWN.sigma, np.array([100, 0, 200]))

@@ -181,5 +181,5 @@ def test_a_request_that_no_rank_can_run_is_refused(more, message):
 
 def test_distributions_are_finite():
     for mu, sigma in (([np.nan], [1.0]), ([0.0], [0.0]), ([0.0, 1.0], [1.0])):
-        with pytest.raises(EvenloadError, match="no distributions"):
+        with pytest.raises(EvenloadError, match="not distributions"):
             LengthDistributions(np.array(mu), np.array(sigma), 10)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site

@@ -5,8 +5,7 @@ import pytest
 import torch
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.runtime.adapters.by_sample import SampleGradients
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site

@@ -3,8 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.runtime.adapters.places import AdapterState, Place, Site
 from evenload.runtime.adapters.product import TenantSpan, added
 from evenload.runtime.adapters.tenant import TenantAdapter

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from evenload.runtime.generate.dealing import Dealer, Dealing, Dealt, Ran
+from evenload.runtime.generate.dealing import Dealer, Dealing, GenerationStats, SampleAssignment
 
 
 class Shuffled(Dealer):
@@ -11,14 +11,14 @@ class Shuffled(Dealer):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self.seen: Ran | None = None
+        self.seen: GenerationStats | None = None
 
-    def deal(self, dealing: Dealing) -> Dealt:
+    def deal(self, dealing: Dealing) -> SampleAssignment:
         draw = np.random.default_rng([self._seed, int(dealing.tokens.sum()), int(dealing.ended.sum())])
         count, size = len(dealing.of), dealing.num_ranks
         anew = (dealing.ranks < 0) | (draw.random(count) < 0.5)
         ranks = np.where(anew, draw.integers(0, size, count), dealing.ranks)
         return replace(dealing, ranks=ranks).as_it_is._replace(forwards=draw.integers(1, 7, size), dealer="shuffled")
 
-    def ran(self, ran: Ran) -> None:
-        self.seen = ran
+    def ran(self, stats: GenerationStats) -> None:
+        self.seen = stats

@@ -7,7 +7,7 @@ import pytest
 from evenload.core.errors import RankError
 from evenload.core.plan.step_plan import Slice
 from evenload.runtime.generate import dealing as dealings
-from evenload.runtime.generate.dealing import Dealer, Dealing, Dealt, Forwards, again, agreed
+from evenload.runtime.generate.dealing import Dealer, Dealing, Forwards, SampleAssignment, again, agreed
 from evenload.runtime.generate.request import Generation, Request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ class Odd(Dealer):
     def deal(self, dealing):
         if isinstance(self._ranks, Exception):
             raise self._ranks
-        return Dealt(tuple(np.array(own, dtype=np.int64) for own in self._ranks), "odd")
+        return SampleAssignment(tuple(np.array(own, dtype=np.int64) for own in self._ranks), "odd")
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (1, 3)), ((0, 1), (2,)), ((0, 1, 2, 3),), ValueError("no plan")], ids=str)

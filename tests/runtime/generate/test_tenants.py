@@ -4,8 +4,7 @@ import copy
 from dataclasses import replace
 
 import torch
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.recipe.adapter import Adapter, TenantTrain
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site

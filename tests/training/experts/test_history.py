@@ -17,7 +17,8 @@ from evenload.core.registry import Baseline, Baselines, LayerPlugin, PluginConfi
 from evenload.runtime.experts import history as gathering
 from evenload.runtime.experts.gate import Load
 from evenload.training.learning import LoadHistory, Refitting, predict_step
-from evenload.training.metrics import Taken
+from evenload.training.metrics import MeasuredStep
+from evenload.training.step_hooks import StepHooks, TrainedStep
 
 MODEL = {"family": "mixtral", "num_layers": 2, "hidden_size": 64, "moe": {"num_experts": 4, "topk": 2}}
 
@@ -49,6 +50,14 @@ def backward():
     evenload.register(PLUGIN)
     yield
     evenload.unregister("backward")
+
+
+def begun(chain, state=None):
+    """Loads of a run, which goes on from this state."""
+    history = LoadHistory(chain)
+    if state is not None:
+        StepHooks([history]).restore({"loads": state})
+    return history
 
 
 def chain_of(**changes):
@@ -96,7 +105,7 @@ def run(history, planner, first, steps):
     for step in range(first, first + steps):
         planned = planner.next()
         rows.append((planned.plan.digest, planned.chain.context.experts.loads))
-        history.after(planner, result_of(step))
+        history.learn(planner, result_of(step))
     return rows
 
 
@@ -115,12 +124,12 @@ def test_a_resumed_run_plans_as_if_it_had_not_stopped(background):
     started = LoadHistory(chain_of())
     planner = Planner(chain_of(), Draws(), background=background, budget_s=60)
     run(started, planner, 0, 5)
-    state = json.loads(json.dumps(started.state(planner)))["loads"]
+    state = json.loads(json.dumps(started.state(planner)))
     wanted = run(started, planner, 5, 4)
     assert len({digest for digest, _ in wanted}) == 4
 
     def resumed(state):
-        history = LoadHistory(chain_of(), state)
+        history = begun(chain_of(), state)
         chains = history.newest(chain_of()), history.first(chain_of())
         again = Planner(chains[0], Draws(5), background=background, budget_s=60, first=chains[1])
         return run(history, again, 5, 4)
@@ -136,34 +145,36 @@ def test_costs_that_follow_the_steps_and_loads_are_learned_side_by_side():
     host = SimpleNamespace(busy_waits=False, layout=chain.context.layout)
     recipe = SimpleNamespace(planner=SimpleNamespace(refit=True))
     job = SimpleNamespace(recipe=recipe, host=host, gather=lambda *values: np.array([values, [0.0] * len(values)]))
-    refitting, history = Refitting(job, chain, None), LoadHistory(chain)
+    refitting, history = Refitting(job, chain), LoadHistory(chain)
+    hooks = StepHooks([refitting, history])
     planner = Planner(chain, Draws(), budget_s=60)
     for step in range(3):
         planned = planner.next()
         predicted_step = predict_step(planned, refits=True)
         busy_s = np.full((1, 2), 1.0 + step)
-        taken = Taken(result_of(step), 4.0 + step, 0.0, 0.0, busy_s, busy_s / 3, np.zeros((2, 3)))
-        refitting.after(planner, step, planned, taken, predicted_step)
-        history.after(planner, taken.result)
+        taken = MeasuredStep(result_of(step), 4.0 + step, 0.0, 0.0, busy_s, busy_s / 3, np.zeros((2, 3)))
+        hooks.after(planner, TrainedStep(step, planned, taken, predicted_step))
     context = planner.chain.context
     assert context.experts.loads == history.newest(chain).context.experts.loads
     assert np.array_equal(refit.coefficients(context.costs), refit.coefficients(refitting.chain.context.costs))
     assert context.costs != chain.context.costs
-    state = {**refitting.state(planner), **history.state(planner)}
+    state = hooks.state(planner)
     assert set(state) == {"refit", "loads"}
     ahead = planner.chain_of_next.context
-    again = LoadHistory(chain, state["loads"]).first(Refitting(job, chain, state["refit"]).first).context
+    refitting, history = Refitting(job, chain), LoadHistory(chain)
+    StepHooks([refitting, history]).restore(json.loads(json.dumps(state)))
+    again = history.first(refitting.first).context
     assert (again.costs, again.experts) == (ahead.costs, ahead.experts)
 
 
 @pytest.mark.parametrize("instead", ["forgetful", "none"])
 def test_nothing_is_gathered_where_no_planner_looks_back(instead, two_ranks):
     chain = replace(chain_of(), instead="forgetful") if instead == "forgetful" else chain_of(plugins={})
-    history = LoadHistory(chain, {"ahead": [], "newest": [[1.0] * 4] * 2})
+    history = begun(chain, {"ahead": [], "newest": [[1.0] * 4] * 2})
     planner = Planner(chain, Draws())
-    history.after(planner, result_of(0))
+    history.learn(planner, result_of(0))
     assert not two_ranks
-    assert history.state(planner) == {}
+    assert StepHooks([history]).state(planner) == {}
     assert history.newest(chain) is history.first(chain) is chain
     assert planner.chain is chain
 
@@ -172,5 +183,5 @@ def test_nothing_is_gathered_where_no_planner_looks_back(instead, two_ranks):
     "state", [{}, {"ahead": [], "newest": [[1.0] * 8] * 2}, {"ahead": [], "newest": [[-1.0] * 4] * 2}, {"ahead": 1}]
 )
 def test_a_state_of_another_model_is_left_aside(state):
-    history = LoadHistory(chain_of(), state)
+    history = begun(chain_of(), state)
     assert history.newest(chain_of()).context.experts.loads == ()

@@ -16,9 +16,9 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.registry import LayerPlugin, PluginConfig
 from evenload.training import pictures
 from evenload.training.forecast.forecast import look_ahead
-from evenload.training.pictures.plot import draw_loads
-from matplotlib.figure import Figure
-from matplotlib.image import imread
+from harness.lazy import LazyModule
+
+figure, image = LazyModule("matplotlib.figure"), LazyModule("matplotlib.image")
 
 LENGTHS = np.arange(20, 84)
 HEADER = {"format": 1, "experts": 4, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}
@@ -194,9 +194,11 @@ def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path, show
 
 
 def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path):
+    from evenload.plugins.report.plot import draw_loads
+
     forecast = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4))
     assert forecast.loads is not None
-    axes, key_axes = Figure().subplots(2)
+    axes, key_axes = figure.Figure().subplots(2)
     draw_loads(axes, key_axes, forecast.loads)
     drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
     assert drawn["static: experts at home"] == [1.0, 1.5]
@@ -205,5 +207,5 @@ def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path):
     assert "predicted" in axes.get_title(loc="left") + axes.get_title()
     pictures.draw(forecast, plot=tmp_path / "with.png")
     pictures.draw(replace(forecast, loads=None), plot=tmp_path / "without.png")
-    heights = [imread(tmp_path / f"{name}.png").shape[0] for name in ("with", "without")]
+    heights = [image.imread(tmp_path / f"{name}.png").shape[0] for name in ("with", "without")]
     assert heights[0] > heights[1]

@@ -6,10 +6,8 @@ from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse
 from evenload.training.drawing import Domains, Drawing, batch_size
 from evenload.training.forecast.forecast import look_ahead
-from evenload.training.forecast.samples import samples_of
-from evenload.training.forecast.search import search
+from evenload.training.forecast.samples import lengths_of, samples_of
 from evenload.training.forecast.sweep import sweep
-from evenload.training.shared_plan.reading import lengths_of
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def test_a_plan_draws_by_shares_as_training_does(recipe, files):
     parts = {"short": np.full(200, 100), "long": np.full(200, 3000)}
     domains = Domains.of_lengths(recipe, parts, {name: own - 1 for name, own in parts.items()})
     whole = np.concatenate([parts["long"], parts["short"]])
-    one = Drawing.resume(None, whole, batch_size(recipe), forecast.chain, seed=recipe.train.seed, domains=domains)
+    one = Drawing(None, whole, batch_size(recipe), forecast.chain, seed=recipe.train.seed, domains=domains)
     assert [step.ours.plan.lengths.tolist() for step in forecast.steps] == [one().lengths.tolist() for _ in range(3)]
 
 
@@ -59,11 +57,6 @@ def test_a_sweep_of_a_share_is_a_row_for_each(recipe, files):
     with pytest.raises(EvenloadError, match="has no key 'lnog'") as caught:
         sweep(recipe, ["data.domains.lnog.share=1,2"], files, 1, 4, none)
     assert "did you mean 'long'?" in caught.value.do
-
-
-def test_a_search_plans_the_mixture(recipe, files):
-    pins = ["parallel.tp=1", "parallel.pp=1", "max_tokens=4096"]
-    assert search(recipe, files, [2], pins)["rows"]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_faults_of_samples_are_told(plain):
     other = good._replace(tokens=(*good.tokens[:3], tied(plain, key, 3), *good.tokens[4:]))
     assert (plain.judge(good).fault, plain.judge(good).error) == ("", 0.0)
     assert "another token at place 3" in exact.judge(other).fault
-    assert "no tie" in plain.judge(other).fault
+    assert "not a tie" in plain.judge(other).fault
     short = good._replace(tokens=good.tokens[:-1], log_probs=good.log_probs[:-1], ended="limit")
     for one in (short, good._replace(ended="stop")):
         assert "ends by" in plain.judge(one).fault
@@ -129,6 +129,6 @@ def test_a_tie_is_counted_and_what_follows_is_held_against_its_own_tokens(monkey
     assert judged.error < 1e-5
     last = turned.tokens[-1]
     wrong = turned._replace(tokens=(*turned.tokens[:-1], (last + 1) % tiny.VOCABULARY))
-    assert "no tie" in plain.judge(wrong).fault or "ends by" in plain.judge(wrong).fault
+    assert "not a tie" in plain.judge(wrong).fault or "ends by" in plain.judge(wrong).fault
     assert "ends by" in plain.judge(turned._replace(tokens=turned.tokens[:-1], log_probs=turned.log_probs[:-1])).fault
-    assert "no tie" in of(-1e-2).judge(turned).fault
+    assert "not a tie" in of(-1e-2).judge(turned).fault

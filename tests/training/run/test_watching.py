@@ -9,9 +9,9 @@ from io import StringIO
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from evenload.commands import watch as verb
 from evenload.commands.tables.watch import table
 from evenload.core.errors import EvenloadError
+from evenload.training.run import watching
 from evenload.training.run.watching import Watched, log_of
 from rich.console import Console
 
@@ -94,7 +94,7 @@ def test_the_picture_is_as_long_as_the_steps_and_fits_80_columns(tmp_path):
 
 
 def test_it_follows_to_the_end_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(verb, "_LOOK_S", 0.02)
+    monkeypatch.setattr(watching, "_LOOK_S", 0.02)
     path, seen = tmp_path / "log.jsonl", []
     path.write_text(line(0))
 
@@ -106,12 +106,12 @@ def test_it_follows_to_the_end_of_the_run(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=train)
     thread.start()
-    result = verb.watch(tmp_path, lambda now: seen.append(now["steps"]))
+    result = watching.watch(tmp_path, lambda now: seen.append(now["steps"]))
     thread.join()
     assert (result["ends"], result["steps"]) == ("done", 3)
     assert set(seen) >= {1, 3}
     path.write_text(line(0))
-    assert verb.watch(path, None)["steps"] == 1, "nothing is shown live: the log as it is"
+    assert watching.watch(path, None)["steps"] == 1, "nothing is shown live: the log as it is"
 
 
 ODD = st.recursive(

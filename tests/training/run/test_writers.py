@@ -40,10 +40,10 @@ def test_who_is_not_logged_in_is_told_so(monkeypatch):
         raise RuntimeError("no API key")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(EvenloadError, match=r"log.wandb cannot be opened") as caught, writer(RECIPE, leads=True):
+    with pytest.raises(EvenloadError, match=r"log.wandb cannot be opened") as caught, writer(RECIPE, is_rank0=True):
         pass
     assert caught.value.found == "RuntimeError: no API key"
-    with writer(RECIPE, leads=False):
+    with writer(RECIPE, is_rank0=False):
         pass  # only the rank that leads opens logs
 
 
@@ -54,7 +54,7 @@ def entry(step):
 def logged(path, first, keeps=True):
     """What is in a log when a run has gone on with the step ``first`` and trained two."""
     recipe = parse({"log": {"jsonl": str(path)}, **({"checkpoint": {"dir": "kept"}} if keeps else {})})
-    with writer(recipe, leads=True, first=first) as write:
+    with writer(recipe, is_rank0=True, first=first) as write:
         for step in (first, first + 1):
             write(entry(step))
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -17,14 +17,15 @@ from .....core.plan.step_plan import MicroBatch, Slice, StepPlan
 from .....core.plan.token_layout import ranks_of_samples, tokens_of_ranks
 from .....runtime.world.agreement import everyone
 from ....unmodified.planned_loop import GlobalBatch, Place
+from ...base.plane import open_plane
 from ...model.experts import SEQUENCE_LOSS
 from ..reading.batches import Batches
 from ..reading.context_parallel import CpShards
 from ..reading.samples import PackForm, exchange, lay_out
 from ..refusals.layers import losses_of_routers
 from ..refusals.supported import tokens_multiple
-from ..running.chunks import of_stock
-from ..running.experts import CameWith
+from ..running.chunks import required_microbatches
+from ..running.experts import StockMicroBatches
 from ..running.forward_step import LayOut, UserStep
 from ..running.objective import weights_of
 from ..running.order import with_dummies
@@ -46,7 +47,7 @@ class CallPlan(NamedTuple):
     """Where the loop has each sequence."""
     weights: Floats
     """Of a token of each shard, where micro-batches are averaged."""
-    came_with: CameWith
+    stock_micro_batches: StockMicroBatches
     padded: bool
     """Rows of the loop hold more than the tokens of samples, on some rank, and the model is not told where."""
     packed: StepPlan | None
@@ -76,7 +77,7 @@ def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool) -> 
     except RankError:
         raise
     except EvenloadError:
-        if loop.only_stock is not None and loop.planning.chain.orders:
+        if loop.only_stock is not None and loop.chain.orders:
             raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
         raise
 
@@ -103,17 +104,17 @@ def _plan_call(
     me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
     lengths_of_ranks, targets_of_ranks, rows, slots_of_ranks, several, _ = zip(*gathered, strict=True)
     batch = GlobalBatch.of(lengths_of_ranks, batches.samples, me)
-    plan = loop.planning.plan(batch.lengths, plan_in_rounds)
-    plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
+    plan = loop.plan(batch.lengths, plan_in_rounds)
+    plan = with_dummies(plan, partial(required_microbatches, interleaved, gpt.config))
     like = batches.samples[0][0]
     samples = exchange(batch.own, batch.source, ranks_of_samples(plan), batch.lengths.tolist(), group, like=like)
     config = gpt.config
     form = PackForm(like, batches.form, tokens_multiple(config), next(gpt.parameters()).device)
-    lay = partial(lay_out, samples=samples, form=form, plane=loop.plane_of(plan))
+    lay = partial(lay_out, samples=samples, form=form, plane=loop.plane_of(plan, open_plane))
     slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
     log.info(
         "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
-        loop.planning.steps,
+        loop.steps,
         len(batch.places),
         len(slots),
         max(slots),
@@ -125,11 +126,11 @@ def _plan_call(
         [cp_shards.number(i, place_in_row) for i in numbers]
         for numbers in batch.numbers_of(me - place_in_row, len(batches.lengths))
     ]
-    came_with = [lengths_of_ranks[rank][place] for rank, place, _ in batch.places]
+    stock_micro_batches = [lengths_of_ranks[rank][place] for rank, place, _ in batch.places]
     padded = sum(slots_of_ranks) > batch.lengths.sum() and "padding_mask" not in batches.form.looks
     weights = weights_of(targets_of_ranks, batch.places)
     packed = batch.packed(plan.limits) if any(several) else None
-    return CallPlan(plan, lay, cp_shards, own, batch.places, weights, came_with, padded, packed)
+    return CallPlan(plan, lay, cp_shards, own, batch.places, weights, stock_micro_batches, padded, packed)
 
 
 def warn_of_differences(loop: UserLoop, config: Any, planned: CallPlan, step: UserStep, said: set[str]) -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from .....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from .....core.planning.chain import PlanChain
@@ -27,21 +28,20 @@ from .....core.recipe.recipe import Recipe
 from .....core.registry import LayerPlugin, StepPlugin
 from .....runtime.attention.prefix import PrefixStore
 from .....runtime.experts.gate import ExpertGate
-from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import all_or_none, everyone
-from ....unmodified.planned_loop import PlannedLoop
-from ....unmodified.planned_runs import end_of_check, report_idle
+from ....unmodified.planned_runs import report_idle
 from ...base.families import unwrapped_chunk
 from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
 from ...stage import FixedShape
+from ..reading.context_parallel import refuse_together
 from ..reading.taken import of_one, taken_from
 from ..refusals.layers import refuse_experts
 from ..refusals.supported import refuse_groups, why_stock
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.order import LoopStep, run_order
-from ..writers import tell_writers
+from ..writers import MegatronSession
 from .user_loop import chain_of
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
@@ -49,19 +49,19 @@ _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_
 _DO = "use the balance loss seq_aux_loss or the expert bias, or enable plugins.moe with expert parallelism"
 
 
-@dataclass(eq=False)
-class Together:
-    """A loop whose micro-batches stay as they are."""
+@dataclass(eq=False, kw_only=True)
+class FixedMicroBatchLoop(MegatronSession):
+    """A loop whose micro-batches stay as they are; without planners where no plugin has anything to do."""
 
-    planning: PlannedLoop | None
-    """None: no plugin has anything to do."""
     why: str
+    """What depends on the micro-batch."""
     plugins: str
     """The enabled ones."""
-    links: StageLinks | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, chunks: list[Any], foreign_owner: str, why: str, call: Mapping[str, Any]) -> Together:
+    def of(
+        cls, recipe: Recipe, chunks: list[Any], foreign_owner: str, why: str, call: Mapping[str, Any]
+    ) -> FixedMicroBatchLoop:
         """What can be done in a loop. Raises EvenloadError. Collective.
 
         Args:
@@ -69,13 +69,14 @@ class Together:
             why: what depends on the micro-batch.
             call: the arguments of Megatron's schedule.
         """
+        refuse_together(get_model_config(chunks[0]), why)
         enabled, layout = recipe.enabled(), current_layout()
-        names = ", ".join(f"plugins.{plugin.name}" for plugin in enabled)
+        loop = cls(why=why, plugins=", ".join(f"plugins.{plugin.name}" for plugin in enabled))
         copies = layout.ep > 1 and bool(recipe.enabled_of(LayerPlugin))
         alone = len(chunks) == layout.cp == 1 and layout.pp > 1 and not why.startswith(_IN_TURN)
         orders = alone and bool(recipe.deciding("orders"))
         if not copies and not orders:
-            return cls(None, why, names)
+            return loop
         gpt = unwrapped_chunk(chunks[0])
 
         def check() -> None:
@@ -86,39 +87,32 @@ class Together:
         all_or_none(check)
         reasons = everyone((why_stock(chunks, foreign_owner), why_in_backward(gpt)))
         orders = orders and not any(stock for stock, _ in reasons)
-        if not copies and not orders:
-            return cls(None, why, names)
-        chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
-        return cls(PlannedLoop("Megatron-Core", chain, tell=tell_writers), why, names)
+        if copies or orders:
+            loop.chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
+        return loop
 
-    def plan(self, call: Mapping[str, Any]) -> StepPlan | None:
-        """The plan of a training call; None where no plugin has anything to do. Collective; raises EvenloadError."""
-        if self.planning is None:
-            return None
-        number = self.planning.chain.limits.num_ranks * call["num_microbatches"]
-        return self.planning.plan(as_lengths([_tokens(call)] * number))
-
-    def run(self, stock: Callable[..., Any], plan: StepPlan | None, chunks: list[Any], call: dict[str, Any]) -> Any:
-        """Run one training call of the loop by its plan. Collective."""
-        if self.planning is None or plan is None:
+    def prepared(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Callable[[], Any]:
+        """Runs a training call by its plan, and gives what the loss functions reported. Collective; raises
+        EvenloadError where the call cannot be planned, on all ranks."""
+        if self.planners is None:
             why = f"{self.why} depends on which samples are in a micro-batch, and {self.plugins} would regroup them"
-            report_idle("Megatron-Core", why, _DO)
-            return stock(**call)
-        number, gate = call["num_microbatches"], gate_of(plan)
-        if plan.in_host_schedule or not _is_even(plan, number):
-            result = _run_stock(stock, gate, chunks[0], call)
-        else:
-            result = self._run_order(plan, gate, chunks[0], call)
-        self.planning.report(plan, micro_batch_size=1, loads=gate.loads)
-        end_of_check()
-        return result
+            report_idle(self.name, why, _DO)
+            return partial(stock, **call)
+        number = self.chain.limits.num_ranks * call["num_microbatches"]
+        return partial(self._run, self.plan(as_lengths([_tokens(call)] * number)), stock, chunks[0], call)
 
-    def _run_order(self, plan: StepPlan, gate: ExpertGate, chunk: Any, call: Mapping[str, Any]) -> list[Any]:
-        """The order of a plan; reports are given back in the order of the loop's micro-batches."""
-        if self.links is None:
-            self.links = stage_links()
-        batches = FixedBatches(plan, unwrapped_chunk(chunk), gate, call)
-        return batches.in_order_of_loop(run_order(plan, batches, chunk=chunk, links=self.links, plane=None, rest=call))
+    def _run(self, plan: StepPlan, stock: Callable[..., Any], chunk: Any, call: dict[str, Any]) -> Any:
+        """Run a training call by its plan; reports are given back in the order of the loop's micro-batches."""
+        gate = gate_of(plan)
+        if plan.in_host_schedule or not _is_even(plan, call["num_microbatches"]):
+            result = _run_stock(stock, gate, chunk, call)
+        else:
+            batches = FixedBatches(plan, unwrapped_chunk(chunk), gate, call)
+            links = self.group(stage_links)
+            reports = run_order(plan, batches, chunk=chunk, links=links, plane=None, rest=call)
+            result = batches.in_order_of_loop(reports)
+        self.report(plan, micro_batch_size=1, loads=gate.loads)
+        return result
 
 
 def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: dict[str, Any]) -> Any:

@@ -29,15 +29,13 @@ from torch import Tensor
 from .....core.errors import EvenloadError, refuse_first
 from .....core.plan.step_plan import StepPlan
 from .....core.plan.token_layout import ranks_of_samples
-from .....core.planning.chain import PlanChain
 from .....runtime.attributes import with_attributes
 from .....runtime.world.agreement import all_or_none, everyone
-from ....unmodified.planned_loop import GlobalBatch, PlannedLoop
+from ....unmodified.planned_loop import GlobalBatch, LoopSession
 from ..reading.rows import INPUT, Row, exchange_objects, joined, of_batch, refuse_uncommon, rows_of
 from ..running.objective import RowStep
 from ..running.order import with_dummies
 from ..running.trial import FunctionTrial, try_first
-from ..writers import tell_writers
 
 log = logging.getLogger("evenload")
 
@@ -75,62 +73,56 @@ def take_rows(batches: Sequence[Any], per_token: bool) -> RowBatches:
     return RowBatches(batches, samples, samples.numbers_of(rank, len(batches)))
 
 
-class RowSteps:
-    """The training calls on rows of one model."""
+def prepare_rows(
+    session: LoopSession, stock: Callable[..., Any], chunks: Sequence[Any], batches: Any, call: Mapping[str, Any]
+) -> Callable[[], list[Any]]:
+    """Runs a training call, and gives reports for the loop's micro-batches. Collective; raises EvenloadError where the
+    call cannot be planned, on all ranks.
 
-    def __init__(self, chain: PlanChain) -> None:
-        self.planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)
+    Args:
+        session: of the model's calls on rows.
+        chunks: the model; one chunk.
+        batches: TensorDicts, the micro-batches of the loop.
+        call: the arguments of the schedule.
+    """
+    refuse_rows(chunks)
+    config, function = get_model_config(chunks[0]), call["forward_step_func"]
+    per_token = bool(config.calculate_per_token_loss)
+    taken = take_rows(batches, per_token)
+    if not session.has_run:
+        _try(stock, chunks, taken, call)
+    plan = _planned(session, taken)
+    group = parallel_state.get_data_parallel_group()
+    target = [rank for (rank,) in ranks_of_samples(plan)]
+    portable = {i: row if target[i] == dist.get_rank(group) else row.cpu() for i, row in taken.samples.own.items()}
+    rows = exchange_objects(portable, taken.samples.source, target, group)
+    packs = [plan.micro_batches[i].slices for i in plan.of_rank(dist.get_rank(group))]
+    shortest = min(taken.samples.own.values(), key=lambda row: row.length)
+    own = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
+    log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
+    joint = all_or_none(lambda: [joined(one, batches[0]) for one in own], group)
+    step = RowStep(function, joint, [bool(slices) for slices in packs], own=len(batches), per_token=per_token)
 
-    def prepared(
-        self, stock: Callable[..., Any], chunks: Sequence[Any], batches: Any, call: Mapping[str, Any]
-    ) -> Callable[[], list[Any]]:
-        """Runs a training call, and gives reports for the loop's micro-batches. Collective; raises EvenloadError where
-        the call cannot be planned, on all ranks.
+    def run() -> list[Any]:
+        with with_attributes(config, variable_seq_lengths=True):
+            reports = stock(**{**call, "forward_step_func": step, "data_iterator": None, "num_microbatches": len(own)})
+        real = [[piece.sequence for piece in slices] for slices in packs if slices]
+        kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
+        session.report(plan, micro_batch_size=len(batches[0]))
+        return _home(kept, real, target, taken, group) if reports else reports
 
-        Args:
-            chunks: the model; one chunk.
-            batches: TensorDicts, the micro-batches of the loop.
-            call: the arguments of the schedule.
-        """
-        refuse_rows(chunks)
-        config, function = get_model_config(chunks[0]), call["forward_step_func"]
-        taken = take_rows(batches, bool(config.calculate_per_token_loss))
-        if not self.planning.has_run:
-            _try(stock, chunks, taken, call)
-        plan = self._planned(taken)
-        group = parallel_state.get_data_parallel_group()
-        target = [rank for (rank,) in ranks_of_samples(plan)]
-        portable = {i: row if target[i] == dist.get_rank(group) else row.cpu() for i, row in taken.samples.own.items()}
-        rows = exchange_objects(portable, taken.samples.source, target, group)
-        packs = [plan.micro_batches[i].slices for i in plan.of_rank(dist.get_rank(group))]
-        shortest = min(taken.samples.own.values(), key=lambda row: row.length)
-        own = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
-        log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
-        joint = all_or_none(lambda: [joined(one, batches[0]) for one in own], group)
-        per_token = bool(config.calculate_per_token_loss)
-        step = RowStep(function, joint, [bool(slices) for slices in packs], own=len(batches), per_token=per_token)
+    return run
 
-        def run() -> list[Any]:
-            with with_attributes(config, variable_seq_lengths=True):
-                reports = stock(
-                    **{**call, "forward_step_func": step, "data_iterator": None, "num_microbatches": len(own)}
-                )
-            real = [[piece.sequence for piece in slices] for slices in packs if slices]
-            kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
-            self.planning.report(plan, micro_batch_size=len(batches[0]))
-            return _home(kept, real, target, taken, group) if reports else reports
 
-        return run
-
-    def _planned(self, taken: RowBatches) -> StepPlan:
-        plan = self.planning.plan(taken.samples.lengths)
-        if not plan.in_host_schedule or plan.shared:
-            raise EvenloadError(
-                "batches of rows run in Megatron's own schedule, each row whole on one rank",
-                f"a plan of {plan.made_by or 'hand'}",
-                "enable plugins.packing alone, with slices=off",
-            )
-        return with_dummies(plan)
+def _planned(session: LoopSession, taken: RowBatches) -> StepPlan:
+    plan = session.plan(taken.samples.lengths)
+    if not plan.in_host_schedule or plan.shared:
+        raise EvenloadError(
+            "batches of rows run in Megatron's own schedule, each row whole on one rank",
+            f"a plan of {plan.made_by or 'hand'}",
+            "enable plugins.packing alone, with slices=off",
+        )
+    return with_dummies(plan)
 
 
 def _try(stock: Callable[..., Any], chunks: Sequence[Any], taken: RowBatches, call: Mapping[str, Any]) -> None:
@@ -158,7 +150,7 @@ def _try(stock: Callable[..., Any], chunks: Sequence[Any], taken: RowBatches, ca
         if not abs(both - one - other) > _CLOSE * (abs(one) + abs(other)):
             continue
         raise EvenloadError(
-            "the loss of a micro-batch is not the sum of its rows' losses: with other rows beside them it changes",
+            "the loss of a micro-batch is not the sum of its rows' losses: with other rows next to them it changes",
             f"{both:g} for two rows, {one:g} and {other:g} for each by itself",
             "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not "
             "by the tokens or rows of the micro-batch; or disable evenload's plugins",

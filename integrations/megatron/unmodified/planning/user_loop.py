@@ -12,15 +12,11 @@ from megatron.core.utils import get_model_config
 
 from .....core.machine.layout import Layout
 from .....core.machine.shape import ExpertShape, Shape
-from .....core.plan.step_plan import StepPlan
 from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
-from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
-from .....runtime.world.plane import Plane
-from ....unmodified.planned_loop import PlannedLoop
 from ...base.families import ATTENTION, EXPERTS, MLP, pattern_of
-from ...base.plane import current_layout, layers_of_pipeline, open_plane, stage_links
+from ...base.plane import current_layout, layers_of_pipeline
 from ...base.traits import traits_of
 from ...model.linears import why_in_backward
 from ..reading.batches import BatchSource
@@ -29,16 +25,15 @@ from ..refusals.layers import refuse_experts, why_whole
 from ..refusals.supported import Trouble, bare_model, why_stock
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds
-from ..writers import tell_writers
+from ..writers import MegatronSession
 
 log = logging.getLogger("evenload")
 
 
-@dataclass(eq=False)
-class UserLoop:
+@dataclass(eq=False, kw_only=True)
+class UserLoop(MegatronSession):
     """What is known of a user's model between its training calls."""
 
-    planning: PlannedLoop
     by_token: bool
     """Its packs may hold parts of samples."""
     only_stock: Trouble | None
@@ -50,10 +45,8 @@ class UserLoop:
     """What stands in for Megatron's context parallelism in a training call."""
     mixes_rows: bool | None = None
     """Whether samples of one row see each other in some stage of the stock loop; None: not asked yet."""
-    links: StageLinks | None = None
-    """To the neighbouring pipeline stages, from the first plan on that has an order."""
-    plane: Plane | None = None
-    """Of the ranks that may share samples, from the first plan on that shares one."""
+    rows: MegatronSession | None = None
+    """Its calls on TensorDicts, from the first one on."""
 
     @classmethod
     def of(
@@ -85,28 +78,9 @@ class UserLoop:
             refuse_experts(gpts[0], len(gpts))
         splits = chain.limits.splits_backward and not together
         chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
-        planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)
-        return cls(planning, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
-
-    def plane_of(self, plan: StepPlan) -> Plane | None:
-        """What a plan's micro-batches are shared over; None where it shares none. Collective."""
-        if not plan.shared:
-            return None
-        self.plane = self.plane or open_plane()
-        self.plane.node_ranks = plan.limits.node_ranks
-        return self.plane
-
-    def links_for(self, plan: StepPlan) -> StageLinks | None:
-        """The links over which pipeline stages hand over in an order of a plan; None for one stage. Collective."""
-        if self.links is None and plan.limits.num_stages > 1:
-            self.links = stage_links()
-        return self.links
-
-    def close(self) -> None:
-        """Give back the process groups. Collective."""
-        groups: tuple[Any, ...] = (self.links, self.plane, self.one_context)
-        for each in filter(None, groups):
-            each.close()
+        loop = cls(planners=chain, by_token=not borders, only_stock=only_stock, source=source)
+        loop.one_context = loop.group(OneContextRank) if stock.cp > 1 else None
+        return loop
 
 
 def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: bool = True) -> PlanChain:
@@ -117,10 +91,11 @@ def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: boo
     layout = replace(layout, layers=() if 0 in layers else layers)
     shape = shape_of(config, gpt.vocab_size, 1 if layout.layers else layout.pp, pattern)
     # Both want the tokens of this rank, each with all its experts, where rows for a node are.
-    sends_once = not any(getattr(config, name, False) for name in ("moe_permute_fusion", "moe_shared_expert_overlap"))
+    needs_all = ("moe_permute_fusion", "moe_shared_expert_overlap")
+    dedups_per_node = not any(getattr(config, name, False) for name in needs_all)
     divides_tokens = config.sequence_parallel and config.tensor_model_parallel_size > 1
     traits = traits_of(dtype, recipe.megatron, divides_tokens=divides_tokens)
-    traits = replace(traits, sends_once=sends_once)
+    traits = replace(traits, dedups_per_node=dedups_per_node)
     return PlanChain.of_model(recipe, shape, layout, traits, warn=warn, whole=whole)
 
 

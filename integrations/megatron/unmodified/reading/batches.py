@@ -3,7 +3,7 @@
 Megatron-LM's `pretrain_gpt.py` gives an iterator to the first tensor-parallel rank of the first and of the last stage
 of a pipeline; its `get_batch` broadcasts a batch of one fixed shape inside the tensor-parallel group, and stages in
 between see none. A plan is made before the first micro-batch and packs have shapes of their own, so all batches of a
-call are spread in front of it:
+call are broadcast before it:
 
     with an iterator            has taken as many batches as the stock schedule would
     tensor-parallel peers       get the samples of the rank of their stage that has some
@@ -81,7 +81,7 @@ class BatchSource:
         # Whether somebody of this stage waits for samples: the holder sends to all of them, or to none.
         self._sends = self._of_stage is not None and not set(peers) <= set(having)
 
-    def spread(self, taken: Taken) -> Batches:
+    def broadcast_batches(self, taken: Taken) -> Batches:
         """The batches of a call, of which this rank has ``taken`` its own; of another form, they are in trouble. Raises
         EvenloadError where an iterator came or went."""
         if bool(taken) != self._has_iterator:
@@ -107,7 +107,7 @@ class BatchSource:
         if self._of_stage is None:
             samples = [[_zeros(length, head) for length in one] for one in head.lengths]
         elif self._sends:
-            samples = _spread(samples, head, self._of_stage)
+            samples = _broadcast(samples, head, self._of_stage)
         return replace(head, samples=samples)
 
 
@@ -131,27 +131,27 @@ def _refuse_missing(ends: Sequence[tuple[bool, bool, bool]]) -> None:
     )
 
 
-def _read(batches: Sequence[Any]) -> tuple[list[list[Sample]], Batches]:
+def _read(batches: Sequence[Any]) -> tuple[Sequence[Sequence[Sample]], Batches]:
     if holds_rows(batches[0]):
         raise EvenloadError(
             "TensorDicts are given to some ranks of a copy of the model, and not to all",
             "data_iterator=None on a tensor- or pipeline-parallel rank",
             "give each rank an iterator over the same rows, as verl does, or disable evenload's plugins",
         )
-    samples = [split(batch) for batch in batches]
+    forms, samples = zip(*((form := form_of(batch), split(batch, form)) for batch in batches), strict=True)
     dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
     ranks = parallel_state.get_context_parallel_world_size()
     targets = [targets_of_columns(batch["loss_mask"], ranks) for batch in batches]
     lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
-    form, row = form_of(batches[0]), batches[0]["tokens"].shape[1]
-    if ranks > 1 and form.has_borders:
+    row = batches[0]["tokens"].shape[1]
+    if ranks > 1 and forms[0].has_borders:
         refuse_form("the borders of samples in a row")
     slots = sum(batch["tokens"].numel() for batch in batches)
     several = sum(map(len, samples)) > sum(len(batch["tokens"]) for batch in batches)
-    return samples, Batches(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form, several)
+    return samples, Batches(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, forms[0], several)
 
 
-def _spread(samples: Sequence[Sequence[Sample]], head: Batches, source: int) -> Sequence[Sequence[Sample]]:
+def _broadcast(samples: Sequence[Sequence[Sample]], head: Batches, source: int) -> Sequence[Sequence[Sample]]:
     """The samples of the tensor-parallel rank ``source`` (its rank in the world), on all of them."""
     group = on_host(parallel_state.get_tensor_model_parallel_group())
     lengths = [length for one in head.lengths for length in one]

@@ -1,7 +1,7 @@
 """Where samples lie in the rows of a batch, by the borders that come with them.
 
 Where there are two lists of borders, the padded one says where samples lie in their row, and the other how long they
-are without the padding behind each.
+are without the padding after each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Run(NamedTuple):
     row: int
     start: int
     length: int
-    """Without the padding behind it."""
+    """Without the padding after it."""
 
 
 def runs_of(batch: Mapping[str, Any]) -> list[Run]:
@@ -103,7 +103,7 @@ def _refuse_odd(borders: list[int], key: str, row: int, width: int) -> None:
 
 
 def _refuse_lost(batch: Mapping[str, Any], runs: Iterable[Run], key: str) -> None:
-    """Raise where a token with loss lies in the padding behind a sample: no kernel computes it."""
+    """Raise where a token with loss lies in the padding after a sample: no kernel computes it."""
     inside = torch.zeros(batch["loss_mask"].shape, dtype=torch.bool)
     for run in runs:
         inside[run.row, run.start : run.start + run.length] = True

@@ -9,8 +9,8 @@ training call there is one context-parallel rank:
     modules             wherever one of them, or its ``pg_collection``, holds these groups
     configs             ``context_parallel_size`` 1
 
-Gradients are summed over the same ranks as ever: Megatron divides them over data x context ranks in any case. Behind
-the call, also behind one that raised, all is as it was; evaluation runs as Megatron has it.
+Gradients are summed over the same ranks as usual: Megatron divides them over data x context ranks in any case. After
+the call, also after one that raised, all is as it was; evaluation runs as Megatron has it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def rules_of_context(config: Any) -> Iterator[Rule]:
 
 
 def refuse_form(what: str) -> NoReturn:
-    """Raise EvenloadError: a loop with context parallelism has batches that hold ``what`` beside rows of samples."""
+    """Raise EvenloadError: a loop with context parallelism has batches that hold ``what`` besides rows of samples."""
     raise EvenloadError(
         "context parallelism is taken over by the plan, and only where each row of a batch is a sample",
         f"context_parallel_size {parallel_state.get_context_parallel_world_size()}, batches of {what}",

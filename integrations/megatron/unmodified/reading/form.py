@@ -1,4 +1,4 @@
-"""What a batch has beside its rows: nothing, a mask, or the borders between the samples that its rows hold.
+"""What a batch has besides its rows: nothing, a mask, or the borders between the samples that its rows hold.
 
     Megatron's GPTDataset       ``attention_mask`` or nothing; a row is a sample
     Megatron-LM's ``--sft``     ``cu_seqlens`` [b, n], ``max_seqlen`` [b]; a row holds samples side by side
@@ -48,7 +48,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """The keys of a batch beside `FIELDS`, and how their values looked."""
+    """The keys of a batch besides `FIELDS`, and how their values looked."""
 
     looks: Mapping[str, Look | None]
     """None: the key is there, without a value."""

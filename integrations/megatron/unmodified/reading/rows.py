@@ -1,4 +1,4 @@
-"""Rows of TensorDicts, as verl's engine gives them to Megatron's schedule: taken apart, moved, and put together again.
+"""Rows of TensorDicts, as verl's engine gives them to Megatron's schedule: taken apart, moved, and reassembled.
 
 A row has ragged values (nested tensors in jagged layout: ``input_ids``, ``loss_mask``), values of one shape in all
 rows, and objects. What is no row's but the batch's, such as ``batch_num_tokens``, must be the same in all batches of a

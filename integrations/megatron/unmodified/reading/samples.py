@@ -1,6 +1,6 @@
 """Samples of a training loop that we cannot edit: taken out of its batches, moved between ranks, laid out as packs.
 
-A batch is a mapping of `FIELDS`, each [b, s], and what its form (`forms.form`) has beside: a mask, or the borders of
+A batch is a mapping of `FIELDS`, each [b, s], and what its form (`forms.form`) has besides: a mask, or the borders of
 samples that lie side by side in a row. The last token with loss ends a sample: under a causal mask no token with loss
 sees a later one, so what follows adds neither loss nor gradient and is left out. Labels and loss masks stay the
 sample's own: in a row of several, the last label of one is whatever its loader put there.
@@ -24,10 +24,10 @@ from .....runtime.attention.prefix import PrefixStore
 from .....runtime.world.exchange import exchange_bytes
 from .....runtime.world.plane import Plane
 from .borders import runs_of
-from .form import FIELDS, MASK, Form, form_of
+from .form import FIELDS, MASK, Form
 
 PLAIN = Form({})
-"""Of batches that have nothing beside `FIELDS`."""
+"""Of batches that have nothing besides `FIELDS`."""
 
 Sample = dict[str, Tensor]
 """`FIELDS` of one sample, each [L]."""
@@ -42,7 +42,7 @@ class PackForm:
     batches: Form = PLAIN
     """Of the user's batches."""
     multiple: int = 1
-    """A pack is padded, behind its last slice, to a multiple of this many tokens."""
+    """A pack is padded, after its last slice, to a multiple of this many tokens."""
     device: torch.device | None = None
     """Of the borders and positions that the model needs; None: where the samples are."""
 
@@ -52,16 +52,16 @@ class UserPack:
     """A micro-batch in the user's own form, and the pack that the model needs to know."""
 
     fields: dict[str, Any]
-    """`FIELDS`, each [1, T], and what the form of the user's batches has beside."""
+    """`FIELDS`, each [1, T], and what the form of the user's batches has besides."""
     pack: Pack
     num_counted: float
     """The sum of its loss mask."""
 
 
-def split(batch: Any) -> list[Sample]:
-    """The samples of one batch, cut to their true lengths; those without loss are left out of a row of several, unless
-    nothing else is there. Raises EvenloadError for another structure."""
-    form, runs = form_of(batch), runs_of(batch)
+def split(batch: Any, form: Form) -> list[Sample]:
+    """The samples of one batch of a form, cut to their true lengths; those without loss are left out of a row of
+    several, unless nothing else is there. Raises EvenloadError for another structure."""
+    runs = runs_of(batch)
     counted = batch["loss_mask"] != 0
     ends = (counted * torch.arange(1, counted.shape[1] + 1, device=counted.device)).cummax(dim=1).values
     rows, stops = [run.row for run in runs], [run.start + max(1, run.length) - 1 for run in runs]
@@ -162,7 +162,7 @@ def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def pack_bytes(sample: Sample) -> Tensor:
-    """The fields of a sample behind one another, uint8, on the host."""
+    """The fields of a sample one after the other, uint8, on the host."""
     return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).cpu()
 
 

@@ -33,7 +33,7 @@ _OFF = (
     "overlap_moe_expert_parallel_comm",
 )
 _WANTED = {"moe_token_dispatcher_type": "alltoall", "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
-"""Settings under which experts run beside copies of others."""
+"""Settings under which experts run alongside copies of others."""
 
 
 def layers_with_attention(gpt: Any) -> list[Any]:
@@ -58,12 +58,12 @@ def why_whole(gpt: Any, *, shares: bool) -> str:
     ``shares``: a plugin may share samples between ranks.
 
     Rotary embeddings, if it has some, must give their angles by position, and packed attention, which reads the prefix
-    of a part, must do what the layers' own does. No layer may read the tokens behind a part.
+    of a part, must do what the layers' own does. No layer may read the tokens after a part.
     """
     known = [type(owner.rotary_pos_emb) for owner in rope_owners(gpt)]
     odd = {f"{rope.__name__} knows borders between samples alone" for rope in known if rope not in _KNOWN_ROPES}
     if gpt.config.mtp_num_layers:
-        odd.add("multi-token prediction reads the tokens behind a part of a sample")
+        odd.add("multi-token prediction reads the tokens after a part of a sample")
     for layer in layers_with_attention(gpt):
         config, core = layer.config, layer.core_attention
         dropout = core.attention_dropout.p if isinstance(core, DotProductAttention) else config.attention_dropout
@@ -137,7 +137,7 @@ def refuse_routers(gpt: Any) -> None:
 
 
 def refuse_experts(gpt: Any, num_chunks: int = 1) -> None:
-    """Raise EvenloadError for experts that cannot run beside copies of others, and for several chunks of the model,
+    """Raise EvenloadError for experts that cannot run alongside copies of others, and for several chunks of the model,
     whose passes meet those of other ranks in Megatron's order."""
     if num_chunks > 1:
         raise EvenloadError(

@@ -33,7 +33,7 @@ def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     pack = _pack_of(args, kwargs)
     if pack is None:
         return wrapped(*args, **kwargs)
-    # Megatron divides by the number of the layer before its matmul and multiplies behind it, for the sake of fp16.
+    # Megatron divides by the number of the layer before its matmul and multiplies after it, for the sake of fp16.
     scale = core.softmax_scale * (core.layer_number if core.config.apply_query_key_layer_scaling else 1)
     dropout = core.attention_dropout.p if core.training else 0.0
     # As the stock forward draws: each tensor-parallel rank for its own heads.
@@ -89,7 +89,7 @@ def _pack_of(args: Any, kwargs: Any) -> Pack | None:
 
 
 def _whole(pack: Pack) -> PackedSeqParams:
-    """The samples of a pack as Transformer Engine reads them. Padding belongs to the last of them, behind all of its
+    """The samples of a pack as Transformer Engine reads them. Padding belongs to the last of them, after all of its
     tokens, where the causal mask hides it."""
     borders, longest = pack.cu_seqlens_padded, max(end - first for first, end in pairwise(pack.segments))
     return PackedSeqParams(

@@ -5,7 +5,7 @@ own order. It calls ``forward_step_func`` chunk by chunk, and for each chunk in 
 call for a chunk is for the k-th pack. What else changes:
 
     batches     each chunk has an iterator or None; all that there are give the same samples, and as many batches are
-                taken from each as ever
+                taken from each as usual
     number      of packs: the schedule asks for a multiple of its group, or a remainder of at least as many as there
                 are stages; dummies fill up
     shapes      of what stages exchange follow from the plan. Megatron's own way, with ``variable_seq_lengths``, is an
@@ -42,7 +42,7 @@ def is_interleaved(chunks: Sequence[Any]) -> bool:
     return len(chunks) > 1 or (virtual is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1)
 
 
-def fitting(num_microbatches: int, group: int, stages: int) -> int:
+def round_up_microbatches(num_microbatches: int, group: int, stages: int) -> int:
     """The least number of micro-batches, as many at least, that the interleaved schedule takes.
 
     Args:
@@ -53,12 +53,12 @@ def fitting(num_microbatches: int, group: int, stages: int) -> int:
     return number + (max(0, stages - number % group) if number % group else 0)
 
 
-def of_stock(interleaved: bool, config: Any, number: int) -> int:
+def required_microbatches(interleaved: bool, config: Any, number: int) -> int:
     """The number of micro-batches that Megatron's schedule takes for so many."""
     if not interleaved:
         return number
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return fitting(number, config.microbatch_group_size_per_vp_stage, stages)
+    return round_up_microbatches(number, config.microbatch_group_size_per_vp_stage, stages)
 
 
 def received(number: int, chunks: int, group: int, leading: bool) -> list[int]:

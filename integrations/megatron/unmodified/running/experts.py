@@ -2,7 +2,7 @@
 
 A router keeps its weights, its buffers and Megatron's own scores. What depended on the micro-batch does not any more:
 padding and dummies count in no loss and in no bias, and the balance loss of a sequence is that of the sequence, not of
-the pack (`runtime.experts.routing`). What a loss weighs beside the tokens' losses is what Megatron gives it where
+the pack (`runtime.experts.routing`). What a loss weighs besides the tokens' losses is what Megatron gives it where
 nothing is padded (`weights_of_routers`). Losses for which there is no such weight keep micro-batches as they are
 (`together`).
 
@@ -41,7 +41,7 @@ from ....host.step import no_mark
 from ...base.compat import ROUTERS_COUNT_ALL, report_router_loss
 from ...model.experts import PlannedRouter, forget_tokens, layers_with_experts
 
-CameWith = Sequence[Sequence[int]]
+StockMicroBatches = Sequence[Sequence[int]]
 """For each sequence of a step the lengths of those that came in one micro-batch of the loop, its own among them."""
 
 
@@ -112,7 +112,9 @@ def with_experts_in_step(layout: Layout, config: Any) -> tuple[Layout, int]:
     return replace(layout, ep=math.gcd(in_step, config.num_moe_experts)), in_step
 
 
-def routing_of(config: Any, lengths: Lengths, came_with: CameWith, num_microbatches: int) -> StepRouting:
+def routing_of(
+    config: Any, lengths: Lengths, stock_micro_batches: StockMicroBatches, num_microbatches: int
+) -> StepRouting:
     """What the routers of a loop know of a step.
 
     Args:
@@ -121,7 +123,7 @@ def routing_of(config: Any, lengths: Lengths, came_with: CameWith, num_microbatc
     """
     one = torch.ones(1, device=torch.cuda.current_device())  # Megatron's scales lie there
     scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(one))
-    tokens_S, samples_S = (np.array([float(of(one)) for one in came_with]) for of in (sum, len))
+    tokens_S, samples_S = (np.array([float(of(one)) for one in stock_micro_batches]) for of in (sum, len))
     weights = weights_of_routers(config, np.asarray(lengths, dtype=np.float64), tokens_S, samples_S, num_microbatches)
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
     token_S, sequence_S = (scale * each for each in weights)

@@ -8,7 +8,7 @@
 Under the second, tokens of one sample keep that weight wherever a plan computes them. Megatron's schedule divides the
 loss of a pack by its tokens and by the number of packs, and averages over the ranks, so the gradient that reaches a
 token's output is multiplied by what is missing: the output goes through an identity whose backward does that. The loss
-function sees the same numbers as ever, and its reports stay those of the tokens.
+function sees the same numbers as before, and its reports stay those of the tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MeanOfMeans:
     weights: Floats
     """Of a token of each shard, without the number of ranks (`weights_of`)."""
     divisor: int
-    """By which the schedule divides the loss of each pack, beside its tokens."""
+    """By which the schedule divides the loss of each pack, besides its tokens."""
     cp_shards: CpShards
     """Of the sequences of the step."""
 

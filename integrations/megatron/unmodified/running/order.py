@@ -5,7 +5,7 @@ micro-batch, weight gradients as passes of their own. The user's function is cal
 function once for each micro-batch at the last stage, and their gradients are summed and finalized as the stock schedule
 does it:
 
-    no_sync     around all passes; where reduction overlaps, it starts behind the last one, since a plan has another
+    no_sync     around all passes; where reduction overlaps, it starts after the last one, since a plan has another
                 number of micro-batches in every step and on every rank
     finalize    ``config.finalize_model_grads_func`` with the number of tokens that the loss functions counted
     reports     in the order in which losses were computed; on other stages none
@@ -162,7 +162,7 @@ def with_dummies(plan: StepPlan, of_host: Callable[[int], int] | None = None) ->
 
 
 def _sum_gradients(chunk: Any, num_tokens: Tensor, whole: bool, groups: Any) -> None:
-    """What the stock schedule does behind its last backward."""
+    """What the stock schedule does after its last backward."""
     config = get_model_config(chunk)
     if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:

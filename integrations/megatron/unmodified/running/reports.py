@@ -2,7 +2,7 @@
 
 A loss function reports for each pack; what a loop prints is made of one report for each of *its* micro-batches. Where a
 value of a report is a pack's (sum of token losses, number of tokens), or their quotient, it is known for every sample,
-and so for every micro-batch of the loop: those are put together from the ranks that computed the samples. A report
+and so for every micro-batch of the loop: those are assembled from the ranks that computed the samples. A report
 with any other value stays the pack's own, and so do all of that call. A loss that is reported as it is, not a copy of
 it, is divided by the number of micro-batches behind the function's back: Megatron's schedules divide in place.
 """

@@ -10,17 +10,19 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.engine.model import build_model
-from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
 from evenload.runtime.stage.executor import StageTrainer
 from harness.cases import only_full
+from harness.lazy import LazyModule
 from harness.proof import ROUNDING
+
+engine = LazyModule("evenload.integrations.deepspeed.engine.model")
+pipeline = LazyModule("evenload.integrations.deepspeed.pipeline.model")
 
 
 def test_stages_have_equally_many_layers_or_as_many_as_are_said():
-    assert _borders(4 + 3, Layout(pp=2)) == [0, 3, 7]
-    assert _borders(12 + 3, Layout(pp=4)) == [0, 4, 7, 10, 15]
-    assert _borders(12 + 3, Layout(pp=4, layers=(1, 5, 4, 2))) == [0, 2, 7, 11, 15]
+    assert pipeline._borders(4 + 3, Layout(pp=2)) == [0, 3, 7]
+    assert pipeline._borders(12 + 3, Layout(pp=4)) == [0, 4, 7, 10, 15]
+    assert pipeline._borders(12 + 3, Layout(pp=4, layers=(1, 5, 4, 2))) == [0, 2, 7, 11, 15]
 
 
 def _recipe(**changes):
@@ -55,7 +57,7 @@ def test_what_no_pipeline_runs_is_refused_before_anything_starts(changes, told):
 def test_models_that_cannot_be_cut_are_refused(tmp_path, config, told):
     recipe = _recipe(model__config=_config(tmp_path, **config))
     with pytest.raises(EvenloadError) as caught:
-        _take_apart(recipe, recipe.layout(2), 0)
+        pipeline._take_apart(recipe, recipe.layout(2), 0)
     assert told in str(caught.value)
 
 
@@ -77,10 +79,10 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.
 )
 def test_a_stage_is_its_part_of_the_whole_and_has_memory_for_no_more(tmp_path, config):
     recipe = _recipe(model__config=_config(tmp_path, **config), data__max_length=4096)
-    whole, found = build_model(recipe), {}
+    whole, found = engine.build_model(recipe), {}
     generator = torch.get_rng_state()
     for stage in range(2):
-        parts = _take_apart(recipe, recipe.layout(2), stage)
+        parts = pipeline._take_apart(recipe, recipe.layout(2), stage)
         own = [p for layer in parts.layers for p in layer.parameters() if not p.is_meta]
         found |= {parts.names[id(p)]: p for p in own}
         assert len(own) < len(parts.names)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from evenload import MixtureSampler
 from evenload.integrations.deepspeed.unmodified import loader as loaders
-from evenload.integrations.deepspeed.unmodified.loader import EngineHold, PlannedLoader
+from evenload.integrations.deepspeed.unmodified.loader import PlannedLoader
+from evenload.integrations.unmodified.planned_loop import LoopSession
 
 
 class Stock(SimpleNamespace):
@@ -22,7 +23,7 @@ def drawn(sampler: Any, num_batches: int, then: Any = None) -> list[list[list[in
     """The stock micro-batches, two a step of three samples each, that a loader plans; ``then``: after each step."""
     stock, steps = Stock(data_sampler=sampler, batch_size=3, num_batches=num_batches, tput_timer=None), []
     nobody: Any = None
-    loader = PlannedLoader(stock, nobody, nobody, 2, deque(), EngineHold(lambda: True, nobody), nobody)
+    loader = PlannedLoader(stock, LoopSession(name="a loop"), nobody, 2, deque())
 
     def plan_step(stock_batches: list[list[int]]) -> list[Any]:
         steps.append(stock_batches)
@@ -83,8 +84,7 @@ def test_a_loss_is_over_the_targets_and_a_model_must_reach_the_samples_of_all_ra
     stock = Stock(dataset=data, collate_fn=collated, batch_size=1)
 
     def loader_of() -> PlannedLoader:
-        hold = EngineHold(lambda: True, nobody)
-        return PlannedLoader(stock, nobody, SimpleNamespace(), 2, deque(), hold, nobody)
+        return PlannedLoader(stock, LoopSession(name="a loop"), SimpleNamespace(), 2, deque())
 
     known = [loader_of()._read_own([*own], {}) for own in rows]
     monkeypatch.setattr(loaders, "everyone", lambda own: [own if r == rank else known[r] for r in (0, 1)])

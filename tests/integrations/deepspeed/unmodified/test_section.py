@@ -15,10 +15,10 @@ from evenload.core.planning.setting import Setting
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.engine.traits import traits_of
-from evenload.integrations.deepspeed.unmodified.micro_batches import into_exactly
-from evenload.integrations.deepspeed.unmodified.section import parse_section, recipe_of
 from evenload.integrations.host.step import refuse_foreign
 from evenload.integrations.huggingface.models import shape_of
+from evenload.integrations.unmodified.exact_number import into_exactly
+from evenload.integrations.unmodified.section import parse_section, recipe_of
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():

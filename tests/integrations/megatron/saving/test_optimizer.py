@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from evenload.integrations.megatron.saving.optimizer import states_in_their_places
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from harness.lazy import LazyModule
+
+ours = LazyModule("evenload.integrations.megatron.saving.optimizer")
+theirs = LazyModule("megatron.core.optimizer.distrib_optimizer")
 
 
 def optimizer():
     """A distributed optimizer of two buffers, of which the second has three buckets, padded to multiples of 4."""
-    part = DistributedOptimizer.__new__(DistributedOptimizer)
+    part = object.__new__(theirs.DistributedOptimizer)
     first = SimpleNamespace(numel=4, buckets=[bucket(0, 3)])
     part.buffers = [first, SimpleNamespace(numel=16, buckets=[bucket(0, 3), bucket(4, 4), bucket(8, 5)])]
 
@@ -34,7 +36,7 @@ def test_values_stand_where_their_parameters_are_and_padding_is_zero():
     for given in (optimizer(), SimpleNamespace(chained_optimizers=[SimpleNamespace(), optimizer()])):
         (part,) = [one for one in getattr(given, "chained_optimizers", [given]) if hasattr(one, "buffers")]
         plain = part.get_parameter_state_dp_zero
-        with states_in_their_places(given):
+        with ours.states_in_their_places(given):
             state = part.get_parameter_state_dp_zero()
             assert part.get_parameter_state_dp_zero(empty_data=True) is None, "ranks without states"
         assert state["buckets_coalesced"]

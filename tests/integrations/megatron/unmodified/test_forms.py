@@ -9,11 +9,16 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.integrations.megatron.unmodified.reading.form import FIELDS, form_of
-from evenload.integrations.megatron.unmodified.reading.samples import PackForm, lay_out, split
+from evenload.integrations.megatron.unmodified.reading.samples import PackForm, lay_out
+from evenload.integrations.megatron.unmodified.reading.samples import split as split_in_form
 from hypothesis import given
 from hypothesis import strategies as st
 
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+def split(batch):
+    return split_in_form(batch, form_of(batch))
 
 
 def packed(rows):

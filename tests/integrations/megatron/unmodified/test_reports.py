@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from evenload.core.plan.step_plan import Slice
-from evenload.integrations.megatron.unmodified.reading.context_parallel import CpShards
-from evenload.integrations.megatron.unmodified.running import reports as reports_module
-from evenload.integrations.megatron.unmodified.running.reports import Reports
+from harness.lazy import LazyModule
+
+context_parallel = LazyModule("evenload.integrations.megatron.unmodified.reading.context_parallel")
+reports = LazyModule("evenload.integrations.megatron.unmodified.running.reports")
 
 LOSSES = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]], dtype=torch.float64)
 """Of a pack of two samples, of two and of three tokens."""
@@ -20,18 +21,19 @@ LOSSES = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]], dtype=torch.float64)
 def elsewhere(monkeypatch):
     """What the other rank says of its kinds, if it says something else."""
     others: list[Any] = []
-    monkeypatch.setattr(reports_module, "everyone", lambda own, _: [own, others[0] if others else own])
-    monkeypatch.setattr(reports_module.dist, "all_reduce", lambda *_, **__: None)
+    module = "evenload.integrations.megatron.unmodified.running.reports"
+    monkeypatch.setattr(f"{module}.everyone", lambda own, _: [own, others[0] if others else own])
+    monkeypatch.setattr(reports.dist, "all_reduce", lambda *_, **__: None)
     return others
 
 
 def of_loop(report, answer=None):
     """The reports of the loop's two micro-batches, a sample each, where a pack of both has this report."""
-    reports = Reports(CpShards(1, [3, 3]))
+    told = reports.Reports(context_parallel.CpShards(1, [3, 3]))
     pack = SimpleNamespace(slices=(Slice(0, 0, 2), Slice(1, 0, 3)), segments=(0, 2, 5))
     packed: Any = SimpleNamespace(pack=pack, fields={"loss_mask": torch.ones(1, 5)})
-    reports.add(packed, LOSSES, (LOSSES.sum() if answer is None else answer, torch.tensor(5), report))
-    return reports.of_loop([report], [[0], [1]], [2.0, 3.0], None)
+    told.add(packed, LOSSES, (LOSSES.sum() if answer is None else answer, torch.tensor(5), report))
+    return told.of_loop([report], [[0], [1]], [2.0, 3.0], None)
 
 
 def test_sums_and_means_are_those_of_the_loops_own_micro_batches(elsewhere):

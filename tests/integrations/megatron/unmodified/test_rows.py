@@ -12,24 +12,32 @@ from evenload.integrations.megatron.unmodified.reading.rows import (
     refuse_uncommon,
     rows_of,
 )
-from evenload.integrations.megatron.unmodified.running.objective import RowStep
+from harness.lazy import LazyModule
 
-tensordict = pytest.importorskip("tensordict")
-NonTensorData = tensordict.NonTensorData
-NonTensorStack = tensordict.NonTensorStack
+tensordict = LazyModule("tensordict")
+objective = LazyModule("evenload.integrations.megatron.unmodified.running.objective")
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    pytest.importorskip("tensordict")
 
 
 def nested(*rows):
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
+def value(anything):
+    return tensordict.NonTensorData(anything)
+
+
 def batch(first=10, **more):
     ids = nested([first, first + 1, first + 2], [first + 3], [first + 4, first + 5])
     made = tensordict.TensorDict({"gain": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) + first}, batch_size=[3])
     made["input_ids"] = ids
-    made["uid"] = NonTensorStack.from_list([NonTensorData({"place": first + i}) for i in range(3)])
-    for key, value in {"num_micro_batch": NonTensorData(4), **more}.items():
-        made[key] = value
+    made["uid"] = tensordict.NonTensorStack.from_list([value({"place": first + i}) for i in range(3)])
+    for key, entry in {"num_micro_batch": value(4), **more}.items():
+        made[key] = entry
     return made
 
 
@@ -110,7 +118,7 @@ def test_rows_that_differ_cannot_be_joined():
 
 
 def test_what_is_the_batchs_must_be_the_same_everywhere():
-    alike = [of_batch(batch(mode=NonTensorData("train"), hook=NonTensorData(print))) for _ in range(2)]
+    alike = [of_batch(batch(mode=value("train"), hook=value(print))) for _ in range(2)]
     assert alike[0] == {"num_micro_batch": 4, "mode": "train"}
     refuse_uncommon(alike)
     for odd in ({"num_micro_batch": 3, "mode": "train"}, {"num_micro_batch": 4}):
@@ -122,7 +130,7 @@ def step(per_token, own, answer, real=True):
     """What the schedule gets from a loss function's answer."""
     batches = [batch(), batch()]
     function = lambda data, _: (next(data), lambda output: answer)  # noqa: E731
-    output, loss_func = RowStep(function, batches, [real, True], own=own, per_token=per_token)(None, None)
+    output, loss_func = objective.RowStep(function, batches, [real, True], own=own, per_token=per_token)(None, None)
     assert output is batches[0]
     return loss_func(output)
 

@@ -7,8 +7,13 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.integrations.megatron.unmodified.reading.form import FIELDS, form_of
-from evenload.integrations.megatron.unmodified.reading.samples import PackForm, exchange, lay_out, one_batch, split
+from evenload.integrations.megatron.unmodified.reading.samples import PackForm, exchange, lay_out, one_batch
+from evenload.integrations.megatron.unmodified.reading.samples import split as split_in_form
 from evenload.runtime.attention.pack import IGNORE
+
+
+def split(batch):
+    return split_in_form(batch, form_of(batch))
 
 
 def batch(masks, dtype=torch.float32):

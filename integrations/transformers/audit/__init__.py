@@ -1,1 +1,0 @@
-"""What `evenload audit` judges: a script's first step, each of its samples beside itself alone."""

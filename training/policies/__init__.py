@@ -1,1 +1,0 @@
-"""Policies of data in a run: what they are shown, and what their answers change."""

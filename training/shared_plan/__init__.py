@@ -1,1 +1,0 @@
-"""Tenants of the lora plugin in `plan`: who is planned together, and what that saves."""

@@ -1,1 +1,0 @@
-"""Many tenants on one base: their loop, and what a run of them answers."""
