@@ -91,7 +91,9 @@ class _SharedAttention(torch.autograd.Function):
         ctx.jobs = jobs
         ctx.specs = specs
         ctx.sizes = [len(row) for row in saved]
-        ctx.save_for_backward(*(tensor for row in saved for tensor in row), *(() if sinks_H is None else (sinks_H,)))
+        # A checkpoint runs a forward again only for what it saved: also on a rank that has no job, the others meet it.
+        last = q_THD.new_empty(0) if sinks_H is None else sinks_H
+        ctx.save_for_backward(*(tensor for row in saved for tensor in row), last)
         return out_THD
 
     @staticmethod
