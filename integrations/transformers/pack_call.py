@@ -4,7 +4,7 @@
 
 With ``trees``, what rows begin with in common is in the pack once (`core.plan.trie`): its outputs go to all rows that
 have it, and the gradients of these add up. A token is the same in two rows where it and all before it have equal ids,
-positions and targets.
+positions and targets. A planned pack of whole samples is shortened alike.
 
 So a loss sees the shapes that it always saw, whatever it does with them, and no layer computes padding. The call that
 is packed is that of the model inside (`base_model`), so heads, poolers and losses stay the script's own; and that of
@@ -18,11 +18,12 @@ Shape legend: R = rows, T = slots of a row, M = slots that are no padding, N = t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from transformers import PreTrainedModel
 
 from ...core.errors import EvenloadError
 from ...core.plan.trie import Trie, trie_of
-from ...runtime.attention.pack import IGNORE, Pack
+from ...runtime.attention.pack import IGNORE, Pack, TokensOf
 from ..huggingface import attention
 from ..huggingface.models import refuse_lengths
 from .planning import LENGTHS
@@ -130,6 +131,8 @@ class PackCalls:
 
     trees = False
     """Rows share what they begin with."""
+    rows = True
+    """Calls on padded rows run as packs; else those of planned packs alone are changed."""
 
     def __init__(self, trainer: Any) -> None:
         held = [value for value in vars(trainer).values() if isinstance(value, torch.nn.Module)]
@@ -139,11 +142,25 @@ class PackCalls:
             model = unwrapped(trainer.accelerator, module)
             if isinstance(model, PreTrainedModel) and packs_fault(model) is None:
                 self._models[model] = {model.base_model, entered_module(trainer.accelerator, module)}
+        self._tries: WeakKeyDictionary[Pack, Trie] = WeakKeyDictionary()
+        """Of planned packs whose samples share what they begin with."""
+        self.num_saved = 0
+        """Tokens of planned packs that were not computed again."""
 
     @property
     def is_any(self) -> bool:
         """Whether some model computes packs."""
         return bool(self._models)
+
+    def share(self, pack: Pack, tokens_of: TokensOf) -> None:
+        """Have calls of a planned pack compute once what its samples, all of them whole, begin with in common."""
+        cut = pack.prefix is not None and any(s.sequence in pack.prefix for s in pack.slices)
+        if len(pack.slices) < 2 or pack.padding or pack.shared or pack.branching or cut:
+            return
+        trie = trie_of([tokens_of(s.sequence)[: s.stop] for s in pack.slices])
+        if trie.is_shared:
+            self._tries[pack] = trie
+            self.num_saved += sum(s.length for s in pack.slices) - trie.num_tokens
 
     @contextmanager
     def running(self, seen: list[PackedRows] | None = None) -> Iterator[None]:
@@ -176,22 +193,24 @@ class PackCalls:
     ) -> Any:
         call = _Call(None, model.config._attn_implementation)
         calls.append(call)
+        words, outer = dict(zip(_ROWS[:1], args, strict=False)) | kwargs, entry is not model.base_model
         if attention.PACK in kwargs:  # of a call that is packed already
-            return None
-        words = dict(zip(_ROWS[:1], args, strict=False)) | kwargs
-        outer = entry is not model.base_model
-        packed = (
-            None
-            if len(args) > 1 or (outer and not kwargs.get(_FUSED))
-            else _pack(words, _named(entry.__class__), self.trees)
-        )
+            trie = None if outer else self._tries.get(kwargs[attention.PACK])
+            packed = trie and _shortened(words, trie)
+            if packed is None:
+                return None
+        elif len(args) > 1 or (outer and not kwargs.get(_FUSED)) or not self.rows:
+            packed = None
+        else:
+            packed = _pack(words, _named(entry.__class__), self.trees)
         if packed is not None and _sees_all(model, packed[1].longest):
             calls[-1] = call._replace(rows=packed[0])
             if seen is not None and torch.is_grad_enabled():
                 seen.append(packed[0])
             model.config._attn_implementation = attention.NAME
             return (), {**packed[2], attention.PACK: packed[1]}
-        model.config._attn_implementation = stock
+        if attention.PACK not in kwargs and self.rows:
+            model.config._attn_implementation = stock
         return None
 
     def _after(self, model: Any, calls: list[_Call], entry: Any, args: Any, output: Any) -> Any:
@@ -259,17 +278,36 @@ def _pack(
             of_tokens, lengths = {key: own[sources_N] for key, own in of_tokens.items()}, [*trie.branching.lengths]
         else:
             trie = None
-    borders = tuple(accumulate(lengths, initial=0))
-    pack = Pack.of(
+    packed = {key: own[None] for key, own in of_tokens.items()}
+    rows = PackedRows(shape, slots_M, bool(kwargs.get(_FUSED)), trie)
+    return rows, _pack_of(of_tokens, lengths, trie), {**others, **packed, "use_cache": False}
+
+
+def _pack_of(of_tokens: Mapping[str, Tensor], lengths: Sequence[int], trie: Trie | None) -> Pack:
+    borders, tokens_N = tuple(accumulate(lengths, initial=0)), of_tokens["input_ids"]
+    return Pack.of(
         lengths,
         borders,
-        tokens_T=of_tokens["input_ids"],
-        labels_T=torch.full_like(of_tokens["input_ids"], IGNORE),
+        tokens_T=tokens_N,
+        labels_T=torch.full_like(tokens_N, IGNORE),
         positions_T=of_tokens["position_ids"],
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=slots_M.device),
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=tokens_N.device),
         num_targets=0,
         slices=(),
         branching=trie and trie.branching,
     )
-    packed = {key: own[None] for key, own in of_tokens.items()}
-    return PackedRows(shape, slots_M, bool(kwargs.get(_FUSED)), trie), pack, {**others, **packed, "use_cache": False}
+
+
+def _shortened(kwargs: Mapping[str, Any], trie: Trie) -> tuple[PackedRows, Pack, dict[str, Any]] | None:
+    """The call of a planned pack whose samples have this trie; None where it has a loss of its own, or other
+    tensors than of a number for each token."""
+    tensors = {key: value for key, value in kwargs.items() if isinstance(value, Tensor) and value.dim()}
+    shape = kwargs["input_ids"].shape
+    if "labels" in tensors or any(value.shape != shape for value in tensors.values()):
+        return None
+    slots_M = torch.arange(shape[1], device=tensors["input_ids"].device)
+    sources_N = torch.from_numpy(trie.sources).to(slots_M.device)
+    own = {key: value[:, sources_N] for key, value in tensors.items()}
+    pack = _pack_of({key: value[0] for key, value in own.items()}, trie.branching.lengths, trie)
+    others = {key: value for key, value in kwargs.items() if key != attention.PACK}
+    return PackedRows(shape, slots_M, shifted=False, trie=trie), pack, others | own

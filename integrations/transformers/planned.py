@@ -99,6 +99,8 @@ class PlannedTrainer(LoopSession):
     """What plans micro-batches of a form, or why they are not exact."""
     proof: Proof = field(default_factory=partial(Proof, None))
     """What is measured of packs."""
+    shares: PackCalls | None = None
+    """Has samples of a pack share what they begin with; None: each computes all of its tokens."""
     loss: PackLoss | None = None
     """Where a token's loss depends on the batch or the rank that it came in."""
     has_targets: bool | None = None
@@ -196,11 +198,23 @@ class TrainerStep:
         plane, program = state.plane_of(plan, _whole_world), closed(plan, rank)
         num_backwards = sum(action.kind == "backward" for action in program)
         stage = TrainerStage(
-            trainer, self.model, call, samples=samples, plane=plane, num_backwards=num_backwards, inputs_of=inputs_of
+            trainer,
+            self.model,
+            call,
+            samples=samples,
+            plane=plane,
+            num_backwards=num_backwards,
+            inputs_of=inputs_of,
+            shares=state.shares,
         )
         weighed = nullcontext() if state.loss is None else state.loss.within(self.inner)
-        with stage.guarded(entered_module(trainer.accelerator, trainer.model)), weighed:
+        shared = nullcontext() if state.shares is None else state.shares.running()
+        with shared, stage.guarded(entered_module(trainer.accelerator, trainer.model)), weighed:
             run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
+        if state.shares is not None and (saved := state.shares.num_saved):
+            log.info(
+                "until step %d: %d tokens that samples of a pack begin with were computed once", state.steps, saved
+            )
         if hooked:
             state.hooks.refuse_unlike()
         state.report(plan, packed=packed)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,9 +36,22 @@ from .conditions import UNREACHED, twin_of
 from .multimodal.measured import short_samples
 from .multimodal.parts import NO_PARTS, ReadParts, joined
 from .multimodal.step import FillerSample, PartsOfRank
+from .pack_call import PackCalls, PackedRows
 from .pack_loss import PackLoss
 from .planning import StepForm, StepSamples, num_targets
-from .proof import Batch, Call, Experiment, ProbeModel, Proof, ProofRun, by_embedding, difference, probe_of, prove
+from .proof import (
+    Batch,
+    Call,
+    Compute,
+    Experiment,
+    ProbeModel,
+    Proof,
+    ProofRun,
+    by_embedding,
+    difference,
+    probe_of,
+    prove,
+)
 from .supported import inner_model
 
 LENGTHS = (7, 12)
@@ -110,6 +123,15 @@ class SamplePair:
             # Rows of one length would hide what padding and means do.
             second = second[:, :-1]
         return cls((first, second), row, rows, parts, batch.flattened and batch.parts is None), fillers
+
+    def forked(self) -> SamplePair:
+        """The longer sample, and one that begins as it does and has other last tokens."""
+        first = max(self.samples, key=lambda one: one.shape[1])
+        second = first.clone()
+        last, changed = first[0, -3:], first[0].max() + first[0].min() - first[0, -3:]
+        second[0, -3:] = changed
+        second[1, -3:] = torch.where(first[1, -3:] == last, changed, first[1, -3:])
+        return replace(self, samples=(first, second), flattened=False)
 
     @property
     def experiment(self) -> Experiment:
@@ -289,8 +311,51 @@ def prove_trainer(trainer: Any, pair: SamplePair, num_items: Any, *, loss: PackL
         num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
         loss: weighs tokens by the batch that they came in; None: one number divides all.
     """
-    twin, model = twin_of(trainer), trainer.accelerator.unwrap_model(trainer.model)
-    targets = sum(map(num_targets, pair.samples))
+    twin = twin_of(trainer)
+    compute = _compute_of(trainer, twin, pair, num_items, loss)
+    with nullcontext() if loss is None else loss.in_place(inner_model(trainer)):
+        proof = prove(pair.experiment, probe_of(trainer, pair.row, compute))
+        if proof.fault is not None:
+            return proof
+        # A loss may go by the step: a curriculum, a penalty that begins later.
+        twin.state.global_step, twin.state.epoch = max(trainer.state.max_steps - 1, 0), trainer.args.num_train_epochs
+        late = prove(pair.experiment, probe_of(trainer, pair.row, compute)).fault
+    if late is None:
+        return proof
+    return Proof(EvenloadError(f"at the last step, {late.what}", late.found, late.do))
+
+
+def prove_shared(
+    trainer: Any, pair: SamplePair, calls: PackCalls, num_items: Any, *, loss: PackLoss | None = None
+) -> EvenloadError | None:
+    """Why samples of a pack do not share what they begin with; None: that is exact. Arguments as of `prove_trainer`,
+    of a pair that begins alike. Collective."""
+    compute, packs = _compute_of(trainer, twin_of(trainer), pair, num_items, loss), list[PackedRows]()
+
+    def planned(probe: ProbeModel) -> Batch:
+        packs.clear()
+        batch = pair._together(pair.samples, probe)
+        calls.share(batch[attention.PACK], [one[0].numpy() for one in pair.samples].__getitem__)
+        return batch
+
+    def compare(probe: ProbeModel, alone: list[ProofRun], together: ProofRun) -> Proof:
+        if len(packs) != 1:
+            raise EvenloadError("samples of a pack do not share what they begin with", f"{len(packs)} calls, not 1")
+        probe.refuse_other_sum("a pack", alone, together)
+        for own, parts in by_embedding(together, alone):
+            wanted = packs[0].added_up(torch.cat(parts, 1))
+            own_TH, wanted_TH = packs[0].rows_of(own)[0], wanted[0]
+            probe.refuse_far("a shared beginning", "gradients", difference(own_TH, wanted_TH))
+        return Proof(None)
+
+    experiment = Experiment("a pack", pair._stock, planned, compare, within=partial(calls.running, packs))
+    with nullcontext() if loss is None else loss.in_place(inner_model(trainer)):
+        return prove(experiment, probe_of(trainer, pair.row, compute)).fault
+
+
+def _compute_of(trainer: Any, twin: Any, pair: SamplePair, num_items: Any, loss: PackLoss | None) -> Compute:
+    """The loss and outputs of a pair by a copy of the Trainer."""
+    model, targets = trainer.accelerator.unwrap_model(trainer.model), sum(map(num_targets, pair.samples))
 
     def compute(batch: Batch, times: float) -> Call:
         counted = None if num_items is None else num_items * 0 + int(targets * times)
@@ -305,16 +370,7 @@ def prove_trainer(trainer: Any, pair: SamplePair, num_items: Any, *, loss: PackL
             loss.refuse_unused()
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
-    with nullcontext() if loss is None else loss.in_place(inner_model(trainer)):
-        proof = prove(pair.experiment, probe_of(trainer, pair.row, compute))
-        if proof.fault is not None:
-            return proof
-        # A loss may go by the step: a curriculum, a penalty that begins later.
-        twin.state.global_step, twin.state.epoch = max(trainer.state.max_steps - 1, 0), trainer.args.num_train_epochs
-        late = prove(pair.experiment, probe_of(trainer, pair.row, compute)).fault
-    if late is None:
-        return proof
-    return Proof(EvenloadError(f"at the last step, {late.what}", late.found, late.do))
+    return compute
 
 
 def _all_logits(together: ProofRun, alone: list[ProofRun]) -> tuple[Tensor, list[Tensor]] | None:

@@ -23,6 +23,7 @@ from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..huggingface import attention
 from ..huggingface.mixers import Mixer, apart
+from .pack_call import PackCalls
 
 log = logging.getLogger("evenload")
 
@@ -46,6 +47,7 @@ class TrainerStage(StageTrainer):
         samples: tokens and labels [2, L] of what this rank computes, by its place in the global batch.
         num_backwards: of this rank in the step; gradients are summed over ranks in the last one.
         inputs_of: the arguments of the model's call for a micro-batch.
+        shares: has samples of a pack share what they begin with; None: each computes all of its tokens.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TrainerStage(StageTrainer):
         plane: Plane | None,
         num_backwards: int,
         inputs_of: Callable[[Pack], dict[str, Any]],
+        shares: PackCalls | None = None,
     ) -> None:
         super().__init__([], trainer.args.device)
         self._trainer = trainer
@@ -66,6 +69,7 @@ class TrainerStage(StageTrainer):
         self._samples = samples
         self._plane = plane
         self._left, self._inputs_of = num_backwards, inputs_of
+        self._shares = shares
         engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
         self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)
         self._backward_arguments: dict[str, Any] = {}
@@ -79,6 +83,8 @@ class TrainerStage(StageTrainer):
         pack = build_pack(
             micro_batch, lambda i: own[i][0], self.device, prefix, plane=plane, labels_of=lambda i: own[i][1]
         )
+        if self._shares is not None:
+            self._shares.share(pack, lambda i: own[i][0])
         return LoadedPack(pack)
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:

@@ -202,6 +202,12 @@ def dropouts(model: Any) -> list[str]:
     return dropped
 
 
+def dropouts_fault(model: Any) -> EvenloadError | None:
+    """Why rows do not share what they begin with where a model drops values."""
+    dropped = dropouts(model)
+    return EvenloadError("rows that begin alike would share what dropout draws", dropped[0], "") if dropped else None
+
+
 def warn_of_dropout(model: Any) -> None:
     """Say that dropout draws other masks than in a run without evenload."""
     if dropped := dropouts(model):

@@ -38,15 +38,17 @@ from ..unmodified.planned_loop import Loops
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .inside import inside, is_running
 from .own_batches import own_batches_fault
+from .pack_call import PackCalls
 from .pack_loss import PackLoss
 from .planned import NAME, PlannedTrainer, StepBatches, TakenBatch, TrainerStep, UnitLoop, leave_unplanned
 from .planning import StepForm, StepSamples, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
-from .probe_samples import SamplePair, prove_trainer
+from .probe_samples import SamplePair, prove_shared, prove_trainer
 from .proof import UNSTEADY, Proof
 from .stage import attending
 from .supported import (
     build_of,
     divides_by_batch,
+    dropouts_fault,
     inner_model,
     own_step,
     packs_fault,
@@ -251,6 +253,8 @@ def _measured(step: TrainerStep, batch: StepSamples, form: StepForm) -> PlanChai
         return fault
     warn_of_dropout(model)
     state.proof = proof if form.packs else state.proof
+    if form.packs and not form.parts and not proof.mixers:
+        state.shares = _shares(step, pair)
     # Ranks do not share the keys of a window.
     unshared = num_windows(model.config) > 0 and bool(state.recipe.deciding("shares"))
     try:
@@ -261,6 +265,20 @@ def _measured(step: TrainerStep, batch: StepSamples, form: StepForm) -> PlanChai
         return error
     fault = None if batch.parts else own_batches_fault(step, batch, form, chain.caps.max_tokens)
     return fault or chain
+
+
+def _shares(step: TrainerStep, pair: SamplePair) -> PackCalls | None:
+    """What computes once what samples of a pack begin with in common; None where that is not exact. Collective."""
+    state, trainer, calls = step.state, step.trainer, PackCalls(step.trainer)
+    if not state.recipe.trees or not calls.is_any:
+        return None
+    calls.rows = False
+    fault = dropouts_fault(step.inner) or prove_shared(
+        trainer, pair.forked(), calls, step.last.num_items, loss=state.loss
+    )
+    if fault is not None:
+        log.info("each sample computes all of its tokens: %s (%s)", fault.what, fault.found)
+    return None if fault else calls
 
 
 def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:

@@ -1987,6 +1987,10 @@ fault(
     "index_add_(0, tokens_M, grad_M.to",
     "index_copy_(0, tokens_M, grad_M.to",
 )
+killer = cases("integrations/huggingface/test_trainer.py", k="begin_with_in_common and ddp")
+fault = of("integrations/transformers/pack_call.py", killer)
+fault("a sample of a pack has the tokens of another's end", "value[:, sources_N]", "value[:, sources_N.roll(1)]")
+fault("slices share what their samples begin with", "pack.branching or cut:", "pack.branching:")
 killer = cases("core/planning/test_trees.py")
 fault = of("core/planning/trees.py", killer)
 fault("a plan forgets a token of each branch", "np.maximum(1, trees.tokens - np", "np.maximum(1, trees.tokens - 1 - np")

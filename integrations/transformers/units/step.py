@@ -15,7 +15,7 @@ from ...huggingface.units import BrokenUnitsError, batch_of
 from ..pack_call import PackCalls
 from ..planned import TrainerStep, UnitLoop, leave_unplanned
 from ..planning import chain_of
-from ..supported import dropouts, virtual_tokens, warn_of_dropout
+from ..supported import dropouts_fault, virtual_tokens, warn_of_dropout
 from .batches import gather_units
 from .call import UnitCall
 from .proof import forked_units, prove_calls, prove_trees, prove_units, short_units
@@ -87,10 +87,7 @@ def _measure_trees(step: TrainerStep, packs: PackCalls, row: Mapping[str, Any]) 
     """Find out whether what rows begin with in common can be computed once: of a batch in which some do. Collective."""
     if not step.state.recipe.trees:
         return
-    fault: EvenloadError | None = None
-    if dropped := dropouts(step.inner):
-        fault = EvenloadError("rows that begin alike would share what dropout draws", dropped[0], "")
-    fault = fault or prove_trees(step.trainer, packs, row, step.last.num_items).fault
+    fault = dropouts_fault(step.inner) or prove_trees(step.trainer, packs, row, step.last.num_items).fault
     packs.trees = fault is None
     if fault is not None:
         log.info("each row computes all of its tokens: %s (%s)", fault.what, fault.found)

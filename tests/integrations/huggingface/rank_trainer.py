@@ -81,12 +81,14 @@ def _ds_config(zero: int) -> dict[str, Any]:
     return {**dict.fromkeys(auto, "auto"), **own}
 
 
-def samples_of(lengths: Any, masked: bool = False) -> list[dict[str, list[int]]]:
+def samples_of(lengths: Any, masked: bool = False, trunk: int = 0) -> list[dict[str, list[int]]]:
     """A sample of each length; ``masked``: the first half of it is a prompt without loss, and of five samples one
-    carries loss at every second token only, and one nowhere."""
+    carries loss at every second token only, and one nowhere; ``trunk``: tokens that all begin with."""
     rows = []
+    alike = np.random.default_rng(len(lengths)).integers(1, VOCAB, trunk).tolist()
     for number, length in enumerate(lengths):
         tokens = np.random.default_rng(number).integers(1, VOCAB, int(length)).tolist()
+        tokens = [*alike, *tokens[trunk:]][: int(length)]
         labels = np.array(tokens)
         if masked:
             labels[: len(tokens) // 2] = -100
@@ -175,9 +177,11 @@ def _errors(own: tuple[float, Gradients], wanted: tuple[float, Gradients]) -> di
     return {"loss": abs(own[0] - wanted[0]) / wanted[0], "grad": error_of(own[1], wanted[1])}
 
 
-def by_recipes(lengths: list[int], recipes: list[Any], masked: bool = False, **more: Any) -> list[dict[str, Any]]:
+def by_recipes(
+    lengths: list[int], recipes: list[Any], masked: bool = False, trunk: int = 0, **more: Any
+) -> list[dict[str, Any]]:
     """The same for the plan of each recipe, of which the plugins are given, and what was planned."""
-    rows = samples_of(lengths, masked)
+    rows = samples_of(lengths, masked, trunk)
     wanted = train(rows, **more)
     return [_by_recipe(rows, wanted, recipe(**plugins), **more) for plugins in recipes]
 

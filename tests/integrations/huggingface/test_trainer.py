@@ -36,6 +36,26 @@ def test_packs_are_filled_up_and_the_largest_runs_first(on_ranks):
         assert not any(tokens % 16 for tokens in found["ran"] if tokens > 1), "a dummy has one token"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param({}, id="ddp"), pytest.param(OF_EACH_RANK, id="of_each_rank"), only_full(FSDP, id="fsdp")],
+)
+def test_what_samples_of_a_pack_begin_with_in_common_is_computed_once(more, on_ranks):
+    """Prompts carry no loss in some samples; a sample is the beginning of others; and slices share nothing. Llama's
+    norms round to float32, which gradients of several samples reach as a sum."""
+    recipes = [{"packing": {"max_tokens": 256, "trees": trees}} for trees in (True, False)]
+    recipes += [{"packing": {"max_tokens": 48, "slices": "even"}}]
+    lengths, trunk = [61, 40, 45, 53, 49, 120, 43, 40, 46, 41, 80, 47], 40
+    masked = "fsdp" not in more
+    for shared, alone, cut in on_ranks(
+        2, "rank_trainer.by_recipes", lengths=lengths, recipes=recipes, masked=masked, trunk=trunk, **more
+    ):
+        assert max(alone["grad"], cut["grad"]) < ROUNDING, (alone, cut)
+        assert shared["grad"] < 1e-7, shared
+        assert max(one["loss"] for one in (shared, alone, cut)) < 1e-6, (shared, alone, cut)
+        assert sum(shared["ran"]) <= sum(alone["ran"]) - trunk, (shared, alone)
+
+
 def test_samples_of_one_length_run_as_they_are_where_packs_gain_nothing(on_ranks):
     """Bit by bit the stock step; packs of several are fewer passes."""
     recipes = [{"packing": {"max_tokens": tokens}} for tokens in (40, 256)]
