@@ -37,6 +37,8 @@ _OF_PROMPT = "prompt"
 """How the names of what belongs to a prompt begin."""
 _IDS = "_ids"
 """How those of tokens end."""
+_LOG_PROBS = "logp"
+"""What the names of log-probabilities hold."""
 _STOCK = "nothing needs to be done: the script runs as it is, without plans"
 
 
@@ -132,17 +134,18 @@ class Unit:
         values = {key: value * part if value.is_floating_point() else value for key, value in self.values.items()}
         return Unit(tuple(rows), values)
 
-    def forked(self, base: Mapping[str, Tensor], least: int) -> Unit:
-        """This unit with rows that begin as another one: each has its tokens, but for so many last ones at least, one
-        more in each row."""
+    def forked(self, base: Unit, least: int) -> Unit:
+        """This unit with rows that begin as the first one of another unit: each has its tokens, but for so many last
+        ones at least, one more in each row. Log-probabilities are the other's, too: next to those of other tokens a
+        ratio may be infinite, and its gradient no number."""
         rows = []
         for place in range(len(self.rows)):
-            row = {key: value.clone() for key, value in base.items()}
+            row = {key: value.clone() for key, value in base.rows[0].items()}
             last = row[_tokens_of(row)[-1]]
             changed = last[-min(least + place, len(last)) :] if least + place else last[:0]
             changed.copy_(last.max() + last.min() - changed)
             rows.append(row)
-        return Unit(tuple(rows), self.values)
+        return Unit(tuple(rows), {key: (base if _LOG_PROBS in key else self).values[key] for key in self.values})
 
     def to_bytes(self) -> Tensor:
         """The bytes that other ranks read it from, uint8."""
@@ -185,8 +188,12 @@ class RowPart(NamedTuple):
 
     fills: dict[str, float]
     """By key what padding holds."""
-    left: bool
-    """Padding stands before the tokens."""
+    left: bool | None
+    """Padding stands before the tokens; None: no row has any."""
+
+    def merged(self, other: RowPart) -> RowPart:
+        sides = {self.left, other.left} - {None}
+        return RowPart(other.fills | self.fills, any(sides) if sides else None)
 
 
 class UnitForm(NamedTuple):
@@ -202,7 +209,7 @@ class UnitForm(NamedTuple):
     def merged(self, other: UnitForm) -> UnitForm:
         """What holds for batches of both: where one has no padding, the other's."""
         pairs = zip(self.parts, other.parts, strict=True)
-        return self._replace(parts=tuple(RowPart(b.fills | a.fills, a.left or b.left) for a, b in pairs))
+        return self._replace(parts=tuple(one.merged(same) for one, same in pairs))
 
 
 def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[list[Unit], UnitForm]:
@@ -284,7 +291,7 @@ def _part(batch: Mapping[str, Any], mask: str, keys: list[str], fill: int) -> tu
     )
     fills: dict[str, float] = {key: fill for key in keys if key.endswith(_IDS)}
     fills |= {key: values.item() for key, values in padded.items() if len(values)}
-    return spans, RowPart(fills, any(first for first, _ in spans))
+    return spans, RowPart(fills, any(first for first, _ in spans) if padding_RT.any() else None)
 
 
 def _num_units(rows: int, num_rows: int) -> int:
@@ -306,10 +313,12 @@ def batch_of(units: Sequence[Unit], form: UnitForm, device: torch.device, paddin
     batch = {}
     for place, (mask, part) in enumerate(zip(masks, form.parts, strict=True)):
         most = max(len(row[mask]) for row in rows) + padding
+        # Between a prompt and its completion padding would hide the token that predicts the first one of this.
+        left = mask == _PROMPT if part.left is None else part.left
         for key in (key for key in rows[0] if _place(key, masks) == place):
             batch_RT = rows[0][key].new_full((len(rows), most), part.fills.get(key, 0))
             for own_T, row in zip(batch_RT, rows, strict=True):
-                first = most - len(row[key]) if part.left else 0
+                first = most - len(row[key]) if left else 0
                 own_T[first : first + len(row[key])] = row[key]
             batch[key] = batch_RT
     of_units = units[0].values.keys() - form.of_step

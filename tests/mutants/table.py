@@ -745,8 +745,8 @@ fault(
 )
 fault(
     "a row of a unit stands on the wrong side",
-    "most - len(row[key]) if part.left else 0",
-    "0 if part.left else most - len(row[key])",
+    "most - len(row[key]) if left else 0",
+    "0 if left else most - len(row[key])",
 )
 fault("a row's old log-probabilities follow another row", "else value[n].clone() for", "else value[n - 1].clone() for")
 fault("an answer without a partner passes", "if rows % num_rows:", "if False:")
@@ -1841,6 +1841,12 @@ fault = of("commands/env.py", cases("commands/test_env.py", k="keep_what_is_on_t
 fault("an environment file drops what is on PYTHONPATH", 'if export == "dotenv" else ""', 'if export == "json" else ""')
 fault = of("integrations/huggingface/units.py", cases("integrations/huggingface/test_unit_rows.py"))
 fault("an empty answer keeps its last slot", "mask_RT[empty_R, 0] = 1", "mask_RT[empty_R, -1] = 1")
+fault(
+    "padding hides the token that predicts an answer's first one",
+    "mask == _PROMPT if part.left is None else part.left",
+    "bool(part.left)",
+)
+fault("a fork has log-probabilities of other tokens", "(base if _LOG_PROBS in key else self)", "self")
 killer = cases("plugins/audit/test_borders.py")
 fault = of("plugins/audit/borders.py", killer)
 fault(

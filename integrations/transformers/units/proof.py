@@ -151,7 +151,20 @@ class UnitPair:
 
 def forked_units(units: Sequence[Unit]) -> list[Unit]:
     """Units with the rows of the first one's first, but for some last tokens of each, and with their own values."""
-    return [unit.forked(units[0].rows[0], number * len(unit.rows)) for number, unit in enumerate(units)]
+    return [unit.forked(units[0], number * len(unit.rows)) for number, unit in enumerate(units)]
+
+
+def forked_batch(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A padded batch whose rows begin as its first one does, but for some last tokens of each."""
+    tokens_RT, mask_RT = row.get("input_ids"), row.get("attention_mask")
+    if not isinstance(tokens_RT, Tensor) or not isinstance(mask_RT, Tensor) or mask_RT.shape != tokens_RT.shape:
+        return dict(row)
+    forked_RT, first = tokens_RT.clone(), tokens_RT[0][mask_RT[0].bool()]
+    for number, (own, mask) in enumerate(zip(forked_RT, mask_RT, strict=True)):
+        places = mask.nonzero().flatten()
+        size = max(0, min(len(places), len(first)) - number)
+        own[places[:size]] = first[:size]
+    return {**row, "input_ids": forked_RT}
 
 
 def prove_trees(trainer: Any, packs: PackCalls, row: Mapping[str, Any], num_items: Any) -> Proof:

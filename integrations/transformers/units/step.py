@@ -18,7 +18,7 @@ from ..planning import chain_of
 from ..supported import dropouts_fault, virtual_tokens, warn_of_dropout
 from .batches import gather_units
 from .call import UnitCall
-from .proof import forked_units, prove_calls, prove_trees, prove_units, short_units
+from .proof import forked_batch, forked_units, prove_calls, prove_trees, prove_units, short_units
 
 log = logging.getLogger("evenload")
 
@@ -79,7 +79,7 @@ def _measure(step: TrainerStep, units: UnitLoop) -> None:
     fault = prove_calls(step.trainer, packs, step.last.inputs, step.last.num_items).fault
     if fault is None:
         units.packs = packs
-        _measure_trees(step, packs, step.last.inputs)
+        _measure_trees(step, packs, forked_batch(step.last.inputs))
     leave_unplanned(step.state, why, f"without padding: {fault.what}, {fault.found}" if fault else None)
 
 

@@ -29,6 +29,7 @@ from trl import (
     RLOOTrainer,
     ScriptArguments,
     TrlParser,
+    get_peft_config,
 )
 
 TRAINERS = {
@@ -74,7 +75,9 @@ def main() -> None:
         kind = drawing(kind, data["chosen"], task == "grpo")
         data, more = data.select_columns("prompt"), {"reward_funcs": many_unlike_words}
     tokenizer = AutoTokenizer.from_pretrained(name)
-    trainer = kind(net, args=training, train_dataset=data, processing_class=tokenizer, **more)
+    trainer = kind(
+        net, args=training, train_dataset=data, processing_class=tokenizer, peft_config=get_peft_config(model), **more
+    )
     trainer.train()
     if trainer.is_world_process_zero() and "HOSTS_OUT" in os.environ:
         Path(os.environ["HOSTS_OUT"]).write_text(json.dumps(trainer.state.log_history))

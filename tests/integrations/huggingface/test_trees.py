@@ -134,6 +134,27 @@ def test_a_token_that_rows_share_has_the_position_and_the_target_of_each(left):
         assert torch.equal(packed[key][0, of_call.tokens_M], value[is_real]), key
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_rows_that_begin_unlike_are_tried_as_if_they_began_alike(left):
+    """Those of a batch that stays in its place: KTO's first one has seldom two answers to one prompt."""
+    rows = batch(left=left)
+    real = rows["attention_mask"] == 1
+    rows["input_ids"] = torch.arange(real.numel()).view_as(real).masked_fill(~real, 0)
+    forked = proof.forked_batch({**rows, "label": 1})
+    first, *others = (tokens[mask].tolist() for tokens, mask in zip(forked["input_ids"], real, strict=True))
+    assert first == rows["input_ids"][0][real[0]].tolist()
+    for number, own in enumerate(others, 1):
+        alike = min(len(first), len(own)) - number
+        assert own[:alike] == first[:alike]
+        assert not {*own[alike:]} & {*first}
+    assert torch.equal(forked["input_ids"][~real], rows["input_ids"][~real])
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    calls = [{**one, "position_ids": positions} for one in (rows, forked)]
+    unlike, alike = (pack_call._pack(one, frozenset(one), True)[0].trie for one in calls)
+    assert unlike is None
+    assert alike is not None
+
+
 def trainer_of(model: Any) -> Any:
     from trainer_runs import arguments
     from transformers import Trainer, TrainingArguments

@@ -55,6 +55,33 @@ def test_an_empty_answer_keeps_its_first_slot_whatever_units_stand_beside_it(ord
     assert all(torch.equal(again[key], chosen[key]) for key in chosen)
 
 
+def test_prompts_of_one_length_are_padded_before_them_unless_some_batch_shows_otherwise() -> None:
+    """Padding between a prompt and its answer would hide the token that predicts the answer's first one."""
+    even = {key: value[2:] for key, value in batch().items()}
+    even |= {key: even[key][:, 1:] for key in ("prompt_ids", "prompt_mask")}
+    units, form = split_units(even, 1, fill=7)
+    padded = batch_of(units, form, torch.device("cpu"), padding=2)
+    assert padded["prompt_mask"].tolist() == [[0, 0, 1, 1]] * 2
+    assert padded["completion_mask"].tolist() == [[1] * 4 + [0] * 2, [0] * 6]
+    _, left = split_units(batch(), 1, fill=7)
+    right = left._replace(parts=tuple(part._replace(left=False) for part in left.parts))
+    for shown, side in ((left, True), (right, False)):
+        for one, other in ((form, shown), (shown, form)):
+            assert one.merged(other).parts[0].left is side
+
+
+def test_a_fork_has_the_log_probabilities_of_the_rows_that_it_begins_as() -> None:
+    values = batch() | {"old_logps": -100.0 * torch.arange(4.0)}
+    units, _ = split_units(values, 1, fill=7)
+    fork = units[2].forked(units[0], 1)
+    assert float(fork.values["old_logps"]) == float(units[0].values["old_logps"])
+    assert float(fork.values["advantages"]) == float(units[2].values["advantages"])
+    wanted, own = units[0].rows[0], fork.rows[0]
+    assert torch.equal(own["completion_ids"][:-1], wanted["completion_ids"][:-1])
+    assert not torch.equal(own["completion_ids"], wanted["completion_ids"])
+    assert torch.equal(own["old_per_token_logps"], wanted["old_per_token_logps"])
+
+
 def test_of_a_row_in_one_part_the_first_token_of_an_answer_is_predicted_by_none_where_nothing_is_before_it() -> None:
     """The token before a target predicts it, so that the first of a row is none."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
