@@ -767,6 +767,15 @@ fault(
 )
 fault = of("integrations/transformers/units/step.py", killer)
 fault("a sum over units counts as their mean", "batch.divisor if units.of_mean else None", "batch.divisor")
+fault = of(
+    "integrations/transformers/units/batches.py",
+    cases("integrations/huggingface/test_units.py", k="unlike_counts"),
+)
+fault(
+    "a trie is over rows of two micro-batches with unlike divisors",
+    "counts.pop() if len(counts) == 1 else None",
+    "max(counts)",
+)
 
 killer = cases("integrations/megatron/test_dropout.py", k="whatever_the_plan or hooks")
 fault = of("runtime/adapters/hooks.py", killer)

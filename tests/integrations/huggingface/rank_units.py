@@ -118,9 +118,16 @@ def adapted(net: Any, kind: str) -> Any:
 
 
 def trained(
-    kind: str, *, lora: bool = False, steps: int = 1, accumulate: int = 2, penalty: str = "", **own: Any
+    kind: str,
+    *,
+    lora: bool = False,
+    steps: int = 1,
+    accumulate: int = 2,
+    penalty: str = "",
+    num_rows: int = len(ANSWERS),
+    **own: Any,
 ) -> tuple[Any, Gradients]:
-    """A Trainer that has run, and the gradients of its last step."""
+    """A Trainer that has run on the first rows of `data`, and the gradients of its last step."""
     forget_layout()
     of_kind, of_config = KINDS[kind]
     net, keep, more = model(kind), Keep(), {}
@@ -139,7 +146,7 @@ def trained(
     trainer = (Penalized if penalty else of_kind)(
         adapted(net, kind) if lora else net,
         args=of_config(**arguments(gradient_accumulation_steps=accumulate, **settings)),
-        train_dataset=data(kind),
+        train_dataset=data(kind).select(range(num_rows)),
         processing_class=tokenizer(),
         callbacks=[keep],
         **more,

@@ -66,6 +66,14 @@ def test_pairs_of_one_answer_end_as_they_do_by_themselves(on_ranks):
         assert "rows of input_ids" in ends["said"]
 
 
+def test_batches_of_unlike_counts_share_within_each_alone(compared):
+    """The second one has three pairs: a mean of both would weigh the pairs of each by another number than its own."""
+    one = compared("dpo", num_rows=7)
+    assert one["grad"] < DOUBLE < one["size"]
+    assert one["shared"] > 0
+    assert (one["idle"], one["planned"]) == ([], 0)
+
+
 def test_values_of_units_travel_with_them(compared):
     check("dpo", compared("dpo", precompute_ref_log_probs=True), OF_STEP)
 
