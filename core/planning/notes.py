@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ..plan.limits import Limits
 from ..plan.step_plan import StepPlan
+from ..recipe.recipe import Recipe
 from ..registry import Plugin, PluginConfig
 
 logger = logging.getLogger("evenload")
@@ -33,6 +34,12 @@ def unequal_caps(links: Iterable[tuple[Plugin, PluginConfig]], limits: Limits) -
     own = {name: tokens for name, tokens in caps if tokens < limits.max_tokens}
     differ = len(set(own.values())) > 1
     return [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())] if differ else []
+
+
+def warn_of_no_trees(recipe: Recipe, why: str) -> None:
+    """Warn of a recipe that asks for trees where none is in the first planned step."""
+    if recipe.trees_asked:
+        logger.warning("%s has no effect in the first step: %s", recipe.trees_asked, why)
 
 
 def warn_of_idle(links: Iterable[tuple[Plugin, PluginConfig]], *, whole: bool, orders: bool) -> None:

@@ -125,6 +125,13 @@ class Recipe(Section):
         return any(getattr(self.config_of(plugin.name), "trees", False) for plugin in self.enabled())
 
     @property
+    def trees_asked(self) -> str:
+        """The key by which trees are asked for; empty: they are left as they are by default, or off."""
+        configs = ((plugin.name, self.config_of(plugin.name)) for plugin in self.enabled())
+        asked = (name for name, one in configs if "trees" in one.model_fields_set and getattr(one, "trees", False))
+        return next((f"plugins.{name}.trees" for name in asked), "")
+
+    @property
     def adapts(self) -> bool:
         """Whether adapters of tenants are trained, and the model stays as it is."""
         return bool(self.adapting)

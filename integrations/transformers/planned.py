@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
+from ...core.planning.notes import warn_of_no_trees
 from ...core.planning.trees import Branch, plan_shared
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import Pack
@@ -174,6 +175,11 @@ class TrainerStep:
         tokens = int(samples.lengths.sum())
         log.info("step %d: %d tokens, %d of them computed", self.state.steps, tokens, plan.num_tokens)
         return plan
+
+    def say_no_trees(self, why: str) -> None:
+        """Say, where trees are asked for, that the first step has none."""
+        if rank_and_size()[0] == 0:
+            warn_of_no_trees(self.state.recipe, why)
 
     def run_plan(
         self,

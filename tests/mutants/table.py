@@ -767,6 +767,8 @@ fault(
 )
 fault = of("integrations/transformers/units/step.py", killer)
 fault("a sum over units counts as their mean", "batch.divisor if units.of_mean else None", "batch.divisor")
+fault = of("core/planning/notes.py", cases("core/planning/test_chain.py", k="trees_without"))
+fault("trees that share nothing are not named", "if recipe.trees_asked:", "if False:")
 fault = of(
     "integrations/transformers/units/batches.py",
     cases("integrations/huggingface/test_units.py", k="unlike_counts"),

@@ -16,6 +16,7 @@ from ...core.input.format import percent
 from ...core.machine.shape import step_flops
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
+from ...core.planning.notes import warn_of_no_trees
 from ...core.planning.planner import Planned
 from ...core.recipe.sizes import shape_of
 from ...data.mixed import MixedSource
@@ -60,6 +61,8 @@ class Variant:
         self.rows.append(self._row(planned, taken, step, predicted_step))
         if self.job.is_rank0:
             self.exercised.note(planned.chain, planned.plan, None)
+            if self.name == OURS and len(self.rows) == 1 and not planned.plan.trunks.any():
+                warn_of_no_trees(self.job.recipe, "no samples of it that begin alike are planned as trees")
         if predicted_step and len(self.rows) > 1:
             self._stragglers.note(step, taken, predicted_step.busy_s)
         begins = len(self.rows) <= 2

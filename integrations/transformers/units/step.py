@@ -45,6 +45,8 @@ def run_units(step: TrainerStep, units: UnitLoop) -> Tensor:
         return step.run_stock()
     if batch.hooked and not state.hooks.are_known:
         return step.run_stock(hooked=True)
+    if not state.steps and units.packs is not None and units.packs.trees and not batch.shares:
+        step.say_no_trees("no rows of it begin alike")
     try:
         plan = step.plan_trees(batch.samples, batch.branches) if batch.shares else step.plan(batch.samples)
     except EvenloadError as error:
@@ -91,6 +93,7 @@ def _measure_trees(step: TrainerStep, packs: PackCalls, row: Mapping[str, Any]) 
     packs.trees = fault is None
     if fault is not None:
         log.info("each row computes all of its tokens: %s (%s)", fault.what, fault.found)
+        step.say_no_trees(f"{fault.what} ({fault.found})")
 
 
 def _measure_units(step: TrainerStep, units: UnitLoop, packs: PackCalls) -> None:

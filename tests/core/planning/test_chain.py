@@ -11,7 +11,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import PlanChain, signed
-from evenload.core.planning.notes import LEAST_CAP, LEFT_OUT, NO_EFFECT, warn_once
+from evenload.core.planning.notes import LEAST_CAP, LEFT_OUT, NO_EFFECT, warn_of_no_trees, warn_once
 from evenload.core.planning.rivals import STOCK
 from evenload.core.planning.setting import Setting
 from evenload.core.planning.stock import stock_plan
@@ -191,3 +191,10 @@ def test_a_planner_of_layers_with_nothing_to_plan_is_told_of_once(ep, why, caplo
         for _ in range(2):
             warn_once(plan, warned)
     assert [record.getMessage() for record in caplog.records] == notes
+
+
+@pytest.mark.parametrize(("asked", "count"), [({"trees": True}, 1), ({"trees": False}, 0), ({}, 0)], ids=str)
+def test_trees_without_effect_are_named_where_a_recipe_asks_for_them(asked, count, caplog):
+    recipe = parse({"plugins": {"packing": {"enabled": True, "max_tokens": 64, **asked}}})
+    warn_of_no_trees(recipe, "no rows begin alike")
+    assert caplog.text.count("plugins.packing.trees has no effect in the first step: no rows begin alike") == count

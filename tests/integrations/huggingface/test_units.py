@@ -74,6 +74,21 @@ def test_batches_of_unlike_counts_share_within_each_alone(compared):
     assert (one["idle"], one["planned"]) == ([], 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "trees", "count"), [("kto", {"trees": True}, 1), ("kto", {}, 0), ("dpo", {"trees": True}, 0)]
+)
+def test_trees_that_are_asked_for_and_share_nothing_are_named_once(kind, trees, count, compared, caplog):
+    """KTO's single answers here are each to a prompt of its own."""
+    runs = import_module("rank_units")
+    with runs.planned_by(runs.recipe(packing={"max_tokens": 512, **trees})) as seen:
+        runs.trained(kind, steps=2, **({"loss_type": "apo_zero_unpaired"} if kind == "kto" else {}))
+    assert len(seen.plans) == 2
+    said = [record for record in caplog.records if "plugins.packing.trees" in record.getMessage()]
+    assert [(one.levelname, one.getMessage()) for one in said] == [
+        ("WARNING", "plugins.packing.trees has no effect in the first step: no rows of it begin alike")
+    ] * count
+
+
 def test_values_of_units_travel_with_them(compared):
     check("dpo", compared("dpo", precompute_ref_log_probs=True), OF_STEP)
 
