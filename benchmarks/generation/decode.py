@@ -79,8 +79,7 @@ def packing(slots: int, prompt: int) -> float:
     pack = engine._pack(slices, tokens, cache, torch.device("cpu"))
     assert pack.cached is not None
     assert len(samples) == slots
-    rows = pack.cached
-    _ = rows.places_2T, rows.tables_BGW(2), rows.seen_B11L(None)
+    _ = pack.cached.places_2T, [(rows.tables_BGW(2), rows.seen_B1ZL(None, 2)) for rows in pack.cached.short]
     return time.process_time() - begin
 
 

@@ -67,25 +67,26 @@ def call_of(lengths: list[int], dtype: torch.dtype, device: torch.device) -> Dec
     for pool in pools:
         pool.copy_(torch.randn(pool.shape, generator=draw))
     queries = torch.randn(len(lengths), HEADS, DIM, generator=draw).to(device, dtype)
-    return DecodeCall(queries, pools, rows, ScoreForm(DIM**-0.5))
+    (short,) = rows.short
+    return DecodeCall(short.filled(queries), pools, short, ScoreForm(DIM**-0.5))
 
 
 def exact(call: DecodeCall) -> Tensor:
-    """Attention by its definition in float64, row by row [B, H, D]."""
+    """Attention by its definition in float64, row by row [B, 1, H, D]."""
     out = []
-    for query, piece in zip(call.q_BHD.double(), call.rows.slices, strict=True):
-        blocks = call.rows.blocks_of(piece)
+    for query, piece in zip(call.q_BQHD[:, 0].double(), call.rows.slices, strict=True):
+        blocks = call.rows.block_tables[piece.sequence]
         k, v = (pool[blocks].flatten(0, 1)[: piece.stop].double() for pool in call.pools)
         k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
         out.append(torch.einsum("hm,mhd->hd", (torch.einsum("hd,mhd->hm", query, k) * DIM**-0.5).softmax(-1), v))
-    return torch.stack(out)
+    return torch.stack(out)[:, None]
 
 
 def kernel_row(kernel: DecodeKernel, call: DecodeCall, device: torch.device) -> Row:
     keys = sum(piece.stop for piece in call.rows.slices)
     error = relative(kernel.run(call), exact(call))
     taken = milliseconds(lambda: kernel.run(call), device)
-    moved = 2 * keys * GROUPS * DIM * call.q_BHD.element_size()
+    moved = 2 * keys * GROUPS * DIM * call.q_BQHD.element_size()
     return {"keys": keys, "error": error, "ms": taken, "gb_per_s": moved / taken / 1e6}
 
 

@@ -1,8 +1,7 @@
-"""Attention of a pack whose sequences are in a `KvCache`: slices of several tokens one by one, and all rows of one
-token in one call.
+"""Attention of a pack whose sequences are in a `KvCache`: long slices one by one, rows of a few tokens in one call.
 
-Shape legend: T = tokens of the pack, N = tokens of a slice, M = tokens up to its end, B = rows of one token each,
-H = query heads, D = head dimension.
+Shape legend: T = tokens of the pack, N = tokens of a slice, M = tokens up to its end, B = rows of a call, Q = tokens of
+the longest of these, H = query heads, D = head dimension.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 from ...core.plan.step_plan import Slice
 from .blocks import Inputs, choose_block, with_sinks
 from .by_block import attend_rows
+from .decode_rows import DecodeRows
 from .kernels import KernelRow, first_of, has, on_gpu
 from .kv_cache import CachedRows, Pools
 from .scores import ScoreForm
@@ -28,20 +28,20 @@ _PAGE = 256
 
 
 class DecodeCall(NamedTuple):
-    """One query each of some sequences, over all keys that the cache holds of its own."""
+    """The last queries of some sequences, each over the keys up to its own that the cache holds."""
 
-    q_BHD: Tensor
+    q_BQHD: Tensor
     pools: Pools
-    rows: CachedRows
+    rows: DecodeRows
     scores: ScoreForm
 
 
 @dataclass(frozen=True)
 class DecodeKernel(KernelRow):
-    """One row of `DECODERS`, which runs rows of one token."""
+    """One row of `DECODERS`, which runs rows of a few tokens."""
 
     run: Callable[[DecodeCall], Tensor]
-    """Gives out_BHD."""
+    """Gives out_BQHD."""
     options: frozenset[str]
     """Of "window", "softcap" and "sinks", what it can do."""
     block_multiple: int = 1
@@ -60,12 +60,14 @@ def cached_attention(
     outs = []
     for piece, first in zip(rows.long, rows.borders, strict=False):
         outs.append(_slice(q_THD[first : first + piece.length], pools, rows, piece, scores))
-    first, end = rows.borders[-1], rows.places_2T.shape[1]
-    if end > first:
+    end = rows.borders[-1]
+    for short in rows.short:
+        first, end = end, end + short.num_tokens
         kernel = choose_decoder(
             q_THD.device, q_THD.dtype, q_THD.shape[-1], rows.cache.tables.block_tokens, scores.options
         )
-        outs.append(kernel.run(DecodeCall(q_THD[first:end], pools, rows, scores)))
+        call = DecodeCall(short.filled(q_THD[first:end]), pools, short, scores)
+        outs.append(short.taken(kernel.run(call)))
     if len(q_THD) > end:
         outs.append(q_THD.new_zeros(len(q_THD) - end, *q_THD.shape[1:]))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -84,8 +86,8 @@ def _flash_attn(call: DecodeCall) -> Tensor:
     function = importlib.import_module("flash_attn").flash_attn_with_kvcache
     window = (-1, -1) if call.scores.window is None else (call.scores.window, 0)
     blocks, lengths = call.rows.tables
-    out_B1HD: Tensor = function(
-        call.q_BHD[:, None],
+    out_BQHD: Tensor = function(
+        call.q_BQHD,
         *call.pools,
         cache_seqlens=lengths,
         block_table=blocks,
@@ -94,7 +96,7 @@ def _flash_attn(call: DecodeCall) -> Tensor:
         window_size=window,
         softcap=call.scores.softcap or 0.0,
     )
-    return out_B1HD[:, 0]
+    return out_BQHD
 
 
 def _anywhere(*_: Any) -> bool:
@@ -131,4 +133,4 @@ def choose_decoder(
 ) -> DecodeKernel:
     """The first row of `DECODERS` that is there, takes these inputs and blocks, and can do what is asked for."""
     rows = (row for row in DECODERS if options <= row.options and not block_tokens % row.block_multiple)
-    return first_of(rows, device, dtype, head_dim, "attention of single tokens")
+    return first_of(rows, device, dtype, head_dim, "attention of rows of a few tokens")

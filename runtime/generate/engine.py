@@ -124,7 +124,7 @@ def _end_of(sample: Running, settings: Generation) -> Ended | None:
 def _pack(slices: Sequence[Slice], tokens: Mapping[int, Sequence[int]], cache: KvCache, device: torch.device) -> Pack:
     """Slices in the order of the cache's rows; without any the pack is one token that nothing is computed for."""
     rows = CachedRows.of(cache, slices, device)
-    lengths = [*(piece.length for piece in rows.long), *[1] * (len(slices) - len(rows.long))] or [1]
+    lengths = [piece.length for piece in rows.slices] or [1]
     borders = tuple(accumulate(lengths, initial=0))
     arrays: dict[str, Ints] = {
         "tokens_T": np.array([*chain.from_iterable(tokens[piece.sequence] for piece in rows.slices)] or [0]),

@@ -1314,8 +1314,9 @@ fault = of("runtime/adapters/product.py", cases("runtime/adapters/test_product.p
 fault("the gradient of B lacks the scaling", "part.samples, layer.scaling", "part.samples")
 fault("layers of a site read the products of the first one's ranks", "layer.ranks], layer", ": len(layer.a_rC)], layer")
 
-fault = of("runtime/attention/kv_cache.py", cases("runtime/attention/test_by_block.py"))
-fault("a row sees the key behind its own, block by block", "> last_P[:, None]", "> last_P[:, None] + 1")
+fault = of("runtime/attention/decode_rows.py", cases("runtime/attention/test_by_block.py"))
+fault("a row sees the key behind its own, block by block", "> last_PQ1\n", "> last_PQ1 + 1\n")
+fault("all queries of a row see what its last one sees", '"rows_P"]][..., None]', '"rows_P"], -1:][..., None]')
 fault(
     "a block that several rows share is read for one of them alone",
     "last[blocks] != order",
@@ -1420,8 +1421,10 @@ fault(
     "noise is that of a row of the batch", "sample.stream for sample in samples", "row for row, _ in enumerate(samples)"
 )
 fault("one of two end tokens is missed", "new[-1] in settings.end_tokens", "new[-1] in sorted(settings.end_tokens)[:1]")
-fault = of("runtime/attention/kv_cache.py", killer)
-fault("a sample sees the key that a stopped one left behind its own", "places_L <= last_B1", "places_L <= last_B1 + 1")
+fault = of("runtime/attention/decode_rows.py", killer)
+fault(
+    "a sample sees the key that a stopped one left behind its own", "places_L <= last_BQ1", "places_L <= last_BQ1 + 1"
+)
 fault = of("runtime/attention/block_tables.py", killer)
 fault(
     "a sample writes into the block that its prompt shares with others",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.runtime.attention import cached
-from evenload.runtime.attention.kv_cache import CachedRows
+from evenload.runtime.attention.decode_rows import DecodeRows
 from evenload.runtime.generate import engine
 from evenload.runtime.generate.dealing import Dealer, Dealing
 from evenload.runtime.generate.engine import generate
@@ -188,7 +188,7 @@ def test_faults_change_tokens(fault, monkeypatch):
         monkeypatch.setattr(engine, "gumbel", lambda s, p, t: draw(torch.arange(len(s)), p, t))
     elif fault == "a stale key":
         monkeypatch.setattr(
-            CachedRows, "unseen_P1S", lambda self, _: torch.zeros_like(self.reads.rows_P[:, None, None]).bool()
+            DecodeRows, "unseen_P1Q1S", lambda self, _: torch.zeros_like(self.reads.rows_P.view(-1, 1, 1, 1, 1)).bool()
         )
     else:
         monkeypatch.setattr("evenload.runtime.attention.kv_cache.KvCache.copy_block", lambda *_: None)
@@ -205,12 +205,14 @@ def test_flash_attention_is_asked_for_blocks_and_lengths(monkeypatch):
         asked_for.append(window_size)
         out = torch.empty_like(q)
         for row, length in enumerate(cache_seqlens.tolist()):
-            keys, values = (x[block_table[row].long()].flatten(0, 1)[:length] for x in (k_cache, v_cache))
-            if window_size[0] >= 0:
-                keys, values = (x[-window_size[0] - 1 :] for x in (keys, values))
-            keys, values = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (keys, values))
-            weights = (torch.einsum("hd,mhd->hm", q[row, 0], keys) * softmax_scale).softmax(-1)
-            out[row, 0] = torch.einsum("hm,mhd->hd", weights, values)
+            for place in range(q.shape[1]):
+                stop = max(0, length - q.shape[1] + place + 1)
+                keys, values = (x[block_table[row].long()].flatten(0, 1)[:stop] for x in (k_cache, v_cache))
+                if window_size[0] >= 0:
+                    keys, values = (x[-window_size[0] - 1 :] for x in (keys, values))
+                keys, values = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (keys, values))
+                weights = (torch.einsum("hd,mhd->hm", q[row, place], keys) * softmax_scale).softmax(-1)
+                out[row, place] = torch.einsum("hm,mhd->hd", weights, values)
         return out
 
     monkeypatch.setattr(cached.importlib, "import_module", lambda _: SimpleNamespace(flash_attn_with_kvcache=stand_in))
