@@ -175,8 +175,9 @@ class Schedule:
         self._gave_up = False
 
     def _parts(self) -> Iterator[Prefill | Running]:
-        yield from (sample for sample in self.live if sample.prefill is None)
-        yield from (prefill for prefill in self._prefills.values() if prefill.pending)
+        """What can be computed: prompts where the first sample stands that waits for them, so that who has started
+        first goes on in every step."""
+        yield from dict.fromkeys(sample.prefill or sample for sample in self.live)
 
     def _start(self) -> None:
         """Give slots to samples that wait, in their order, while they and their prompts find blocks."""

@@ -8,7 +8,7 @@ from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.kv_cache import KvCache
 from evenload.runtime.generate.request import Generation, Request
 from evenload.runtime.generate.schedule import Schedule
-from hypothesis import given
+from hypothesis import example, given
 
 BLOCK = 4
 Context = tuple[int, ...]
@@ -102,6 +102,16 @@ class Play:
             self.schedule.end(sample)
 
 
+def starved():
+    """A prompt that begins again while a sample that started later computes what it had."""
+    sizes = [(1, 1, 1), (1, 1, 1), (1, 1, 1), (3, 3, 3), (1, 3, 1)]
+    requests = [
+        Request(n, tuple(range(100 * n, 100 * n + prompt)), limit, tuple(range(of)))
+        for n, (prompt, limit, of) in enumerate(sizes)
+    ]
+    return Play(requests, Generation(slots=4, cache_tokens=16, step_tokens=1), 2)
+
+
 def plain(request, ends):
     own = []
     while len(own) < request.limit and (not own or own[-1]):
@@ -122,6 +132,7 @@ def plays(draw):
     return Play(requests, how, draw(st.integers(2, 12)))
 
 
+@example(starved())
 @given(plays())
 def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(play):
     steps = sum(1 for _ in play.steps())
