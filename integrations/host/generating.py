@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
 from ...runtime.generate.dealing import Dealer, Dealing, Forwards, GenerationStats, WholePrompts, agreed
+from ...runtime.generate.drafts import DraftCounts, Drafts
 from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
 from ...runtime.generate.request import Completion, Generation, Request, Scoring, rules
 from ...runtime.generate.schedule import refuse_small_cache
@@ -82,6 +84,8 @@ def samples_of(
     dealt = agreed(dealer, dealing)
     own = [_one(dealing, place) for place in dealt.ranks[rank].tolist()]
     count, samples, work = _Count(), [], [Forwards()]
+    drafter = settings.drafter(settings.earlier) if settings.drafter else None
+    drafts = Drafts(drafter, host.recipe.model.vocab_size)
 
     def at_start_of_border() -> None:
         mark("generation, a border")
@@ -98,7 +102,7 @@ def samples_of(
         if dealt.forwards is not None and num_ranks > 1:
             in_step = decoder.goes_on is not bool
             migration = Migration(dealer, dealing, dealt, settings, rank, in_step=in_step, arrived=at_start_of_border)
-        for sample in generate(own, settings, replace(_counting(decoder, work), serves=serves), migration):
+        for sample in generate(own, settings, replace(_counting(decoder, work), serves=serves), migration, drafts):
             samples.append(sample)
             mark("generation")
             if migration:
@@ -109,10 +113,12 @@ def samples_of(
     for done in count.until_all():
         mark("generation")
         counted(done)
-    of_ranks = everyone((rank, samples, work if host.collects else None))
-    works = {of: tuple(work) for of, _, work in of_ranks if work}
+    of_ranks = everyone((rank, samples, (tuple(work), drafts.counts) if host.collects else None))
+    works = {of: ran for of, _, ran in of_ranks if ran}
     moved, again = (migration.moved, migration.moved_tokens) if migration else (0, 0)
-    dealer.ran(GenerationStats(dealt.dealer, tuple(works[of] for of in range(num_ranks)), moved, again))
+    in_order = [works[of] for of in range(num_ranks)]
+    counts = reduce(DraftCounts.plus, (own for _, own in in_order))
+    dealer.ran(GenerationStats(dealt.dealer, tuple(work for work, _ in in_order), moved, again, counts))
     return _merged(samples for _, samples, _ in of_ranks)
 
 
@@ -126,7 +132,7 @@ def _counting(decoder: Decoder, work: list[Forwards]) -> Decoder:
     """A decoder that counts in the last of ``work`` what it computes."""
 
     def logits(pack: Pack, slots_R: Tensor) -> Tensor | None:
-        work[-1] = work[-1].plus(pack.slices)
+        work[-1] = work[-1].plus(pack.slices, pack.cached.drafted if pack.cached else None)
         return decoder.logits(pack, slots_R)
 
     return replace(decoder, logits=logits)

@@ -65,6 +65,12 @@ class BlockTables:
         own += [self._take() for _ in range(missing)]
         return True
 
+    def shrink(self, sequence: int, tokens: int) -> None:
+        """Let a sequence have so many tokens at most; blocks after those are given back."""
+        own = self._blocks[sequence]
+        while len(own) > self.size(tokens):
+            self._leave(own.pop())
+
     def fork(self, parent: int, child: int, tokens: int) -> int:
         """Let a new sequence share the whole blocks of the first tokens of another one, the number of which it
         gives."""
@@ -77,9 +83,12 @@ class BlockTables:
     def free(self, sequence: int) -> None:
         """Give back what a sequence has, where no other one shares it."""
         for block in self._blocks.pop(sequence):
-            self._readers[block] -= 1
-            if not self._readers[block]:
-                self._free.append(block)
+            self._leave(block)
+
+    def _leave(self, block: int) -> None:
+        self._readers[block] -= 1
+        if not self._readers[block]:
+            self._free.append(block)
 
     def _take(self) -> int:
         if self._free:

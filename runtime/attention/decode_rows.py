@@ -170,7 +170,8 @@ class DecodeRows:
     @cached_property
     def _places_BQ(self) -> Ints:
         """The place of each query in its sequence; of what rows are filled with it is one that is there."""
-        return np.maximum(self._stops[:, None] - self.longest + np.arange(self.longest), 0)
+        places_BQ: Ints = np.maximum(self._stops[:, None] - self.longest + np.arange(self.longest), 0)
+        return places_BQ
 
     @cached_property
     def _own_BQ(self) -> npt.NDArray[np.bool_]:

@@ -8,8 +8,8 @@ Shape legend: T = tokens of a forward, S = tokens of a block, N = blocks, G = ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
 
@@ -74,10 +74,14 @@ class CachedRows:
     cache: KvCache
     slices: tuple[Slice, ...]
     device: torch.device
+    drafted: Mapping[int, int] = field(default_factory=dict)
+    """Tokens at the end of a slice that are guesses, by its sequence."""
 
     @classmethod
-    def of(cls, cache: KvCache, slices: Sequence[Slice], device: torch.device) -> CachedRows:
-        return cls(cache, tuple(sorted(slices, key=size_class, reverse=True)), device)
+    def of(
+        cls, cache: KvCache, slices: Sequence[Slice], device: torch.device, drafted: Mapping[int, int] | None = None
+    ) -> CachedRows:
+        return cls(cache, tuple(sorted(slices, key=size_class, reverse=True)), device, drafted or {})
 
     @cached_property
     def long(self) -> tuple[Slice, ...]:

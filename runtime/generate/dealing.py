@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +19,7 @@ import numpy as np
 from ...core.aliases import Ints
 from ...core.plan.step_plan import Slice
 from ..world.agreement import agree, gather_bytes, name_ranks
+from .drafts import DraftCounts
 from .request import Generation, Request
 
 log = logging.getLogger("evenload")
@@ -97,17 +98,19 @@ class Forwards(NamedTuple):
 
     forwards: int = 0
     samples: int = 0
-    """Tokens of samples, one in each forward."""
+    """Tokens of samples: one in each forward, and those that are drafted after it."""
     keys: int = 0
     """That these see."""
     prompt_tokens: int = 0
     """Of prompts, and of what is computed again."""
 
-    def plus(self, pieces: Sequence[Slice]) -> Forwards:
-        """What stands here and one forward more."""
-        rows = [piece.stop for piece in pieces if piece.length == 1]
-        tokens = sum(piece.length for piece in pieces) - len(rows)
-        return Forwards(self.forwards + 1, self.samples + len(rows), self.keys + sum(rows), self.prompt_tokens + tokens)
+    def plus(self, pieces: Sequence[Slice], drafted: Mapping[int, int] | None = None) -> Forwards:
+        """What stands here and one forward more, where so many tokens of some sequences are guesses."""
+        known = drafted or {}
+        rows = [piece for piece in pieces if piece.length == 1 + known.get(piece.sequence, 0)]
+        own, keys = (sum(sizes) for sizes in ([piece.length for piece in rows], [piece.stop for piece in rows]))
+        tokens = sum(piece.length for piece in pieces) - own
+        return Forwards(self.forwards + 1, self.samples + own, self.keys + keys, self.prompt_tokens + tokens)
 
 
 class GenerationStats(NamedTuple):
@@ -120,6 +123,8 @@ class GenerationStats(NamedTuple):
     """Samples that went to another rank with tokens."""
     moved_tokens: int = 0
     """That they had, prompts among them: what receivers compute again."""
+    drafts: DraftCounts = DraftCounts()
+    """Of all ranks."""
 
 
 class Dealer:

@@ -1,9 +1,10 @@
-"""Samples from a model that is run in packs: prompts as slices, samples as rows of one token after what is kept.
+"""Samples from a model that is run in packs: prompts as slices, samples as rows of few tokens after what is kept.
 
     while a sample is under way:
-        pack    = the next slices of prompts, and the last token of each sample
-        logits  = of the last token of each sample
+        pack    = the next slices of prompts, and the last token of each sample with what is drafted after it
+        logits  = of these tokens of each sample
         token   = argmax(allowed log-probabilities + noise of (seed, prompt, sample, place))
+        sample  = sample + tokens up to the first that its draft has otherwise
 
 A sample does not depend on what it is computed next to: see `noise`. In float64 it is the same token for token whatever
 the order, the slots and the ranks; with fewer digits but where two tokens lie within rounding of each other.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from ..attention.cached import block_tokens_on
 from ..attention.copy_rows import copy_rows
 from ..attention.kv_cache import CachedRows, KvCache
 from ..attention.pack import IGNORE, Pack
+from .drafts import Drafts
 from .kept import KeptSamples
 from .noise import gumbel
 from .request import Completion, Ended, Generation, Request
@@ -74,7 +76,11 @@ class Borders(Protocol):
 
 @torch.no_grad()
 def generate(
-    requests: Iterable[Request], settings: Generation, decoder: Decoder, borders: Borders | None = None
+    requests: Iterable[Request],
+    settings: Generation,
+    decoder: Decoder,
+    borders: Borders | None = None,
+    drafts: Drafts | None = None,
 ) -> Iterator[Completion]:
     """The samples of some requests, and of what comes over ``borders``, as they end, started in this order; under
     ``settings.collect``, which no border may part, those of a prompt when it is decided which are kept.
@@ -85,6 +91,12 @@ def generate(
     schedule = Schedule([request for request in requests if request.samples], settings, cache)
     decoder.serves(schedule.tenants)
     keeping = KeptSamples(schedule, settings, settings.collect) if settings.collect else None
+    drafts = drafts or Drafts()
+
+    def draft(sample: Running) -> list[int]:
+        left = sample.request.limit - len(sample.new)
+        return drafts.of(sample, min(left, keeping.left(sample) if keeping else left) - 1)
+
     left = borders.forwards if borders else -1
     while (goes_on := decoder.goes_on(schedule.busy)) or borders:
         if borders and not (goes_on and left):
@@ -98,19 +110,34 @@ def generate(
                 _pack([], {}, cache, decoder.device), torch.zeros(1, dtype=torch.int64, device=decoder.device)
             )
             continue
-        slices, samples, tokens = schedule.next()
-        pack = _pack(slices, tokens, cache, decoder.device)
-        tokens_R, log_probs_R = _picked(pack, samples, settings, decoder)
+        slices, samples, tokens = schedule.next(draft)
+        drafted = {sample.key: len(sample.drafted) for sample in samples if sample.drafted}
+        pack = _pack(slices, tokens, cache, decoder.device, drafted)
+        picks = _picked(pack, samples, settings, decoder)
         schedule.computed()
-        for sample, token, log_prob in zip(samples, tokens_R, log_probs_R, strict=True):
-            sample.new.append(int(token))
-            sample.log_probs.append(log_prob)
-            how = _end_of(sample, settings)
+        for sample, own in zip(samples, picks, strict=True):
+            before = len(sample.new)
+            how = _taken(sample, own, settings)
+            accepted = len(sample.new) - before - 1
+            drafts.saw(sample, accepted)
+            schedule.grew(sample, accepted)
             if keeping:
                 yield from keeping.after(sample, how)
             elif how:
                 schedule.end(sample)
                 yield sample.ended(how)
+
+
+def _taken(sample: Running, picks: Sequence[tuple[int, float]], settings: Generation) -> Ended | None:
+    """Give a sample its next token, and those after it whose draft was right up to there; how it ends, if it does."""
+    how: Ended | None = None
+    for guess, (token, log_prob) in zip([*sample.drafted, None], picks, strict=True):
+        sample.new.append(token)
+        sample.log_probs.append(log_prob)
+        how = _end_of(sample, settings)
+        if how or token != guess:
+            break
+    return how
 
 
 def _end_of(sample: Running, settings: Generation) -> Ended | None:
@@ -121,9 +148,15 @@ def _end_of(sample: Running, settings: Generation) -> Ended | None:
     return "limit" if len(sample.new) == sample.request.limit else None
 
 
-def _pack(slices: Sequence[Slice], tokens: Mapping[int, Sequence[int]], cache: KvCache, device: torch.device) -> Pack:
+def _pack(
+    slices: Sequence[Slice],
+    tokens: Mapping[int, Sequence[int]],
+    cache: KvCache,
+    device: torch.device,
+    drafted: Mapping[int, int] | None = None,
+) -> Pack:
     """Slices in the order of the cache's rows; without any the pack is one token that nothing is computed for."""
-    rows = CachedRows.of(cache, slices, device)
+    rows = CachedRows.of(cache, slices, device, drafted)
     lengths = [piece.length for piece in rows.slices] or [1]
     borders = tuple(accumulate(lengths, initial=0))
     arrays: dict[str, Ints] = {
@@ -138,20 +171,27 @@ def _pack(slices: Sequence[Slice], tokens: Mapping[int, Sequence[int]], cache: K
 
 def _picked(
     pack: Pack, samples: Sequence[Running], settings: Generation, decoder: Decoder
-) -> tuple[list[float], list[float]]:
-    """The next token of each sample, and its log-probability."""
-    ends = {piece.sequence: end - 1 for piece, end in zip(pack.slices, pack.segments[1:], strict=True)}
+) -> list[list[tuple[int, float]]]:
+    """The next token of each sample, and those after each token of its draft, with their log-probabilities."""
+    ends = {piece.sequence: end for piece, end in zip(pack.slices, pack.segments[1:], strict=True)}
+    counts = [1 + len(sample.drafted) for sample in samples]
+    after_R = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.arange, counts)])
+
+    def of_rows(of_samples: Sequence[int]) -> Ints:
+        return np.repeat(np.array(of_samples, dtype=np.int64), counts)
+
+    firsts = [ends[sample.key] - count for sample, count in zip(samples, counts, strict=True)]
     arrays = {
-        "slots": np.array([ends[sample.key] for sample in samples] or [0], dtype=np.int64),
-        "streams": np.array([sample.stream for sample in samples], dtype=np.int64),
-        "places": np.array([sample.length for sample in samples], dtype=np.int64),
+        "slots": of_rows(firsts) + after_R if samples else np.zeros(1, dtype=np.int64),
+        "streams": of_rows([sample.stream for sample in samples]),
+        "places": of_rows([sample.length for sample in samples]) + after_R,
     }
     rows = copy_rows(arrays, decoder.device)
     logits_RV = decoder.logits(pack, rows["slots"])
     if not samples:
-        return [], []
+        return []
     if logits_RV is None:
-        picks_2R = torch.zeros(2, len(samples), dtype=torch.float64, device=decoder.device)
+        picks_2R = torch.zeros(2, len(after_R), dtype=torch.float64, device=decoder.device)
     else:
         noise_RV = None
         if settings.sampling.temperature:
@@ -159,4 +199,5 @@ def _picked(
             noise_RV = gumbel(rows["streams"], rows["places"], tokens_V)
         picks_2R = pick(logits_RV, noise_RV, settings.sampling)
     tokens_R, log_probs_R = decoder.shared(picks_2R).tolist()
-    return tokens_R, log_probs_R
+    picks = ((int(token), log_prob) for token, log_prob in zip(tokens_R, log_probs_R, strict=True))
+    return [[*islice(picks, count)] for count in counts]

@@ -53,8 +53,13 @@ class KeptSamples:
                 detail = f"samples {sorted(own.running)} of prompt {number}, {len(rule.live)} in all"
                 raise EvenloadError("a rank keeps some of samples of which it has not all", detail)
 
+    def left(self, sample: Running) -> float:
+        """Tokens of a sample until it waits, or nobody needs it."""
+        own = self._prompts.get(sample.request.number)
+        return own.bar - len(sample.new) if own else 0
+
     def after(self, sample: Running, how: Ended | None) -> Iterator[Completion]:
-        """What has become of samples when one has got a token, with which it may have ended."""
+        """What has become of samples when one has got tokens, with which it may have ended."""
         own = self._prompts.get(sample.request.number)
         if own is None or sample.number not in own.running:
             return

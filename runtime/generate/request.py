@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from ...core.errors import Rule
+
+if TYPE_CHECKING:
+    from .schedule import Running
 
 Ended = Literal["end", "stop", "limit", "pruned", "left"]
 """By an end token, by a stop string, or by its limit; or before that, for its score or as nobody needs it any more."""
@@ -81,6 +84,20 @@ class Collecting(Protocol):
 Scoring = Callable[[Sequence[Completion]], Sequence[float]]
 
 
+class Drafter(Protocol):
+    """Guesses by tokens alone: ranks that hold a model together guess each for itself, and alike."""
+
+    def guess(self, sample: Running, most: int) -> Sequence[int]:
+        """The next tokens of a sample, so many at most."""
+
+    def saw(self, sample: Running) -> None:
+        """Is shown a sample that has got tokens."""
+
+
+MakeDrafter = Callable[[Sequence[Completion]], Drafter]
+"""A drafter that knows earlier samples of the same prompts."""
+
+
 def never(tokens: Sequence[int]) -> bool:
     """The rule that stops no sample."""
     return False
@@ -105,6 +122,10 @@ class Generation:
     """The rule by which some samples of a prompt are kept, before any has begun; None: all are kept."""
     scores: Scoring | None = None
     """Scores of live samples of a prompt, as far as they have come, for ``collect``; None: it wants none."""
+    drafter: MakeDrafter | None = None
+    """Makes what guesses tokens, so that a forward computes several of a sample; None: it computes one."""
+    earlier: Sequence[Completion] = ()
+    """Samples of the same prompts, by which tokens are guessed."""
 
 
 def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:

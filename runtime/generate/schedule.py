@@ -1,9 +1,10 @@
 """Which samples are under way, and what each forward computes of them.
 
 A prompt is prefilled once, but for its last token, and shared by its samples; each of these is then a row of one token
-a forward. Samples start in their order as slots and blocks are free. Where a sample cannot grow, prompts that nobody
-needs now are given up first, then the sample that started last: it begins again, with the tokens that it has, when
-another one has ended. The first one is never given up, so that there is an end.
+a forward, and of guesses after it as far as blocks are free: nobody is given up for a guess. Samples start in their
+order as slots and blocks are free. Where a sample cannot grow, prompts that nobody needs now are given up first, then
+the sample that started last: it begins again, with the tokens that it has, when another one has ended. The first one is
+never given up, so that there is an end.
 
 Nothing here decides which token comes next: that is a function of the sample alone (`noise`).
 """
@@ -11,7 +12,7 @@ Nothing here decides which token comes next: that is a function of the sample al
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...core.errors import EvenloadError
@@ -57,6 +58,8 @@ class Running:
     """What it waits for."""
     score: float | None = None
     """The last one, where samples are scored."""
+    drafted: Sequence[int] = ()
+    """Guesses of its next tokens, in the forward that is under way."""
 
     @property
     def length(self) -> int:
@@ -65,6 +68,15 @@ class Running:
     def ended(self, how: Ended) -> Completion:
         new = tuple(self.new), tuple(self.log_probs)
         return Completion(self.request.number, self.number, *new, how, self.score)
+
+
+Draft = Callable[[Running], Sequence[int]]
+"""Guesses of the next tokens of a sample."""
+
+
+def no_draft(sample: Running) -> Sequence[int]:
+    """The draft where nobody guesses."""
+    return ()
 
 
 class Schedule:
@@ -96,9 +108,10 @@ class Schedule:
     def busy(self) -> bool:
         return bool(self.waiting or self.live)
 
-    def next(self) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
+    def next(self, draft: Draft = no_draft) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
         """What the next forward computes: slices, by what the cache calls their sequences; the samples that get a token
-        from it, each for the last token of its slice; and the tokens of each slice."""
+        from it, each for the last token of its slice, or for what it had and each guess after that; and the tokens of
+        each slice."""
         place, size = 0, self._tables.block_tokens
         while place < len(self.live):  # who is given up is the last
             sample = self.live[place]
@@ -116,8 +129,11 @@ class Schedule:
             if stop == kept:
                 continue
             rest -= (stop - kept) * (length - kept > 1)
-            slices.append(Slice(part.key, kept, stop))
             tokens[part.key] = _tokens(part, stop)
+            if isinstance(part, Running) and length - kept == 1:
+                part.drafted = self._fitting(part, draft(part))
+                tokens[part.key] += part.drafted
+            slices.append(Slice(part.key, kept, kept + len(tokens[part.key])))
             part.kept = stop
             if stop == length and isinstance(part, Running):
                 samples.append(part)
@@ -129,6 +145,14 @@ class Schedule:
         for sample in self.live:
             if sample.prefill is not None and sample.prefill.kept == sample.prefill.length:
                 self._leave_prefill(sample)
+
+    def grew(self, sample: Running, accepted: int) -> None:
+        """A sample has got tokens, so many of which were drafted: keys of these are there. Blocks of the other guesses
+        are free again."""
+        if sample.drafted and sample.key >= 0:
+            sample.kept += accepted
+            self._tables.shrink(sample.key, sample.length)
+        sample.drafted = ()
 
     def end(self, sample: Running) -> None:
         """Take a sample out that has its last token."""
@@ -239,6 +263,12 @@ class Schedule:
             self._give_up(last)
             if last is sample:
                 return
+
+    def _fitting(self, sample: Running, drafted: Sequence[int]) -> Sequence[int]:
+        """As many guesses of a sample's next tokens as there are blocks for that nobody else has."""
+        if self._tables.grow(sample.key, sample.length + len(drafted)):
+            return drafted
+        return drafted[: len(self._tables[sample.key]) * self._tables.block_tokens - sample.length]
 
     def _give_up(self, sample: Running) -> None:
         self._leave(sample)

@@ -1421,6 +1421,30 @@ fault(
     "noise is that of a row of the batch", "sample.stream for sample in samples", "row for row, _ in enumerate(samples)"
 )
 fault("one of two end tokens is missed", "new[-1] in settings.end_tokens", "new[-1] in sorted(settings.end_tokens)[:1]")
+fault(
+    "one token too many is accepted",
+    "[*sample.drafted, None]",
+    "[picks[0][0], *sample.drafted[1:], None][: len(picks)]",
+)
+fault(
+    "noise of a drafted token is that of the place before",
+    "for sample in samples]) + after_R",
+    "for sample in samples])",
+)
+fault("a draft goes beyond the limit", "if keeping else left) - 1)", "if keeping else left))")
+fault(
+    "a stop string is seen at the end of a draft alone",
+    "_end_of(sample, settings)\n        if how",
+    "_end_of(sample, settings) if token != guess else None\n        if how",
+)
+fault = of("runtime/generate/engine.py", cases("runtime/generate/test_kept.py", k="drafts"))
+fault("a sample is drafted past the border at which it waits", "keeping.left(sample) if keeping else left", "left")
+fault = of("runtime/generate/dealing.py", cases("runtime/generate/test_dealing.py"))
+fault("drafted tokens count as those of a prompt", "1 + known.get(piece.sequence, 0)", "1")
+fault = of("runtime/attention/decode_rows.py", cases("runtime/generate/test_engine.py", k="drafts"))
+fault("the key of a guess is visible to the token before it", "> last_PQ1\n", "> last_PQ1 + (self.longest > 1)\n")
+fault = of("runtime/generate/schedule.py", cases("runtime/generate/test_schedule.py"))
+fault("blocks of wrong guesses stay taken", "self._tables.shrink(sample.key, sample.length)", "pass")
 fault = of("runtime/attention/decode_rows.py", killer)
 fault(
     "a sample sees the key that a stopped one left behind its own", "places_L <= last_BQ1", "places_L <= last_BQ1 + 1"

@@ -85,3 +85,5 @@ def test_ranks_that_are_told_different_things_end_together(monkeypatch):
 def test_forwards_count_tokens_of_samples_and_of_prompts():
     work = Forwards().plus([Slice(0, 0, 12), Slice(1, 7, 8), Slice(2, 3, 4)]).plus([Slice(1, 8, 9)]).plus([])
     assert work == Forwards(forwards=3, samples=3, keys=8 + 4 + 9, prompt_tokens=12)
+    drafted = Forwards().plus([Slice(0, 0, 12), Slice(1, 7, 11), Slice(2, 3, 4)], {1: 3})
+    assert drafted == Forwards(forwards=1, samples=4 + 1, keys=11 + 4, prompt_tokens=12)

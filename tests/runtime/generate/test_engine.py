@@ -12,9 +12,11 @@ from evenload.runtime.attention import cached
 from evenload.runtime.attention.decode_rows import DecodeRows
 from evenload.runtime.generate import engine
 from evenload.runtime.generate.dealing import Dealer, Dealing
+from evenload.runtime.generate.drafts import Drafts
 from evenload.runtime.generate.engine import generate
 from evenload.runtime.generate.request import Generation, Request, Sampling
 from evenload.runtime.generate.schedule import Running
+from evenload.training.proof.drafters import Guessing
 from harness.cases import full, only_full
 from hypothesis import given, settings
 
@@ -148,15 +150,69 @@ def test_a_rank_that_has_nothing_to_do_goes_along():
     assert [pack.slices for pack in MODEL.packs[-2:]] == [(), ()]
 
 
+def drafted(drafter, requests, how, model=MODEL):
+    """Samples, and what came of their drafts."""
+    drafts = Drafts(drafter, tiny.VOCABULARY)
+    out = {one[:2]: one for one in generate(requests, how, model.decoder(), None, drafts)}
+    assert model.tables.num_taken == 0
+    return out, drafts.counts
+
+
+@pytest.mark.parametrize("name", ["drawn", *map(only_full, ["cut", "greedy"]), "stopped"])
+@pytest.mark.parametrize("changes", CHANGES[1:4], ids=str)
+@pytest.mark.parametrize("right", [False, True], ids=["drawn", "right for a while"])
+def test_drafts_change_no_token(name, changes, right):
+    how = replace(HOW[name], **changes)
+    texts = {key: one.tokens for key, one in plain(name).items()} if right else {}
+    model = Watched()
+    got, counts = drafted(Guessing(tiny.VOCABULARY, texts), REQUESTS, how, model)
+    tiny.refuse_other(got, plain(name))
+    tokens = sum(len(one.tokens) for one in got.values())
+    assert counts.accepted + counts.forwards == tokens
+    assert counts.drafted > counts.accepted >= right * 0.3 * tokens
+    assert counts.tokens_a_forward == tokens / counts.forwards
+    assert model.reached <= max(len(request.tokens) + request.limit for request in REQUESTS) - 1
+
+
+def test_a_draft_that_is_right_to_the_end_takes_few_forwards():
+    class Told(Guessing):
+        def guess(self, sample, most):
+            return self._texts[sample.request.number, sample.number][len(sample.new) :][:most]
+
+    request = Request(0, (1, 2, 3), 30, (0,))
+    (want,) = made(MODEL, [request], Generation(seed=1)).values()
+    got, counts = drafted(Told(24, {(0, 0): want.tokens}), [request], Generation(seed=1), model := tiny.Tiny())
+    tiny.refuse_other(got, {(0, 0): want})
+    assert counts == (2, 29 - 1, 28)  # 1 + 15, and 1 + 13 up to the limit
+    assert [len(pack.tokens_T) for pack in model.packs] == [2, 16, 14]
+
+
+class Odd(Guessing):
+    """Guesses what no model knows, then fails."""
+
+    def guess(self, sample, most):
+        if len(sample.new) > 3:
+            raise RuntimeError("no idea")
+        return [3, tiny.VOCABULARY, 3] if sample.number else [-1]
+
+
+def test_a_drafter_that_fails_costs_a_warning_and_no_token(caplog):
+    got, counts = drafted(Odd(24), REQUESTS, PLAIN)
+    tiny.refuse_other(got, plain())
+    assert caplog.text.count("no longer drafted, as drafting them failed: RuntimeError: no idea") == 1
+    assert 0 < counts.drafted < counts.forwards
+
+
 class Watched(tiny.Tiny):
     """Sees what is in the cache at every forward."""
 
-    most = rows = 0
+    most = rows = reached = 0
 
     def logits(self, pack, slots_R=None):
         if pack.cached:
             tables = pack.cached.cache.tables
             self.most, self.rows = max(self.most, tables.num_taken * tables.block_tokens), max(self.rows, len(slots_R))
+            self.reached = max(self.reached, *(piece.stop for piece in pack.slices))
             written = pack.cached.places_2T
             assert written.unique(dim=1).shape == written.shape
         return super().logits(pack, slots_R)

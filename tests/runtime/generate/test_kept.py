@@ -7,8 +7,10 @@ import hypothesis.strategies as st
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.plugins.rollout import Collect, Collected, Prune
+from evenload.runtime.generate.drafts import Drafts
 from evenload.runtime.generate.engine import generate
 from evenload.runtime.generate.request import Generation, Request
+from evenload.training.proof.drafters import Guessing
 from harness.cases import full
 from hypothesis import given, settings
 
@@ -42,11 +44,11 @@ def scores(samples):
     return [score(sample.tokens) for sample in samples]
 
 
-def made(rule, requests, **more):
+def made(rule, requests, drafter=None, **more):
     wants = rule.prune is not None
     how = replace(PLAIN, collect=Collected(rule), scores=scores if wants else None, **more)
     model = tiny.Tiny()
-    out = list(generate(requests, how, model.decoder()))
+    out = list(generate(requests, how, model.decoder(), None, Drafts(drafter)))
     assert len(out) == len({one[:2] for one in out}) == sum(len(request.samples) for request in requests)
     assert model.tables.num_taken == 0
     return {one[:2]: one for one in out}
@@ -98,6 +100,13 @@ def test_every_order_and_every_number_of_ranks_keeps_the_same():
     for ranks in (2, 3):
         parts = [made(rule, REQUESTS[rank::ranks]) for rank in range(ranks)]
         refuse_other({key: one for part in parts for key, one in part.items()}, rule)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_drafts_change_nothing_of_what_is_kept(name):
+    texts = {key: one.tokens for key, one in whole_samples().items()}
+    for more in MORE[1:3]:
+        refuse_other(made(RULES[name], REQUESTS, Guessing(tiny.VOCABULARY, texts), **more), RULES[name])
 
 
 @settings(max_examples=settings.default.max_examples // 4)

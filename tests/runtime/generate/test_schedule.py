@@ -36,7 +36,7 @@ class Play:
     def __init__(self, requests, how, ends):
         self.cache = Followed(how.cache_tokens)
         self.schedule = Schedule(requests, how, self.cache)
-        self.how, self.ends = how, ends
+        self.how, self.ends, self.drafts = how, ends, False
         self.order = [(request.number, sample) for request in requests for sample in request.samples]
         self.requests = {request.number: request for request in requests}
         self.done = {}
@@ -45,7 +45,9 @@ class Play:
     def steps(self):
         while self.schedule.busy:
             before = self._head()
-            slices, samples, tokens = self.schedule.next()
+            self.live = None
+            slices, samples, tokens = self.schedule.next(self._draft)
+            assert self.live in (None, self.schedule.live), "somebody is given up for a guess"
             self._refuse_beyond_caps(slices, samples)
             for piece in slices:
                 self._write(piece, tokens[piece.sequence])
@@ -54,6 +56,15 @@ class Play:
             for sample in samples:
                 self._take(sample)
             yield
+
+    def _draft(self, sample):
+        """What comes next, but for one token, and then what never comes, up to the limit."""
+        self.live = [*self.schedule.live]
+        text = [*plain(sample.request, self.ends), *[-1] * sample.request.limit][len(sample.new) :]
+        draw = hash((*sample.request.tokens, sample.number, *sample.new))
+        guess = [-1 if place == draw % 5 else token for place, token in enumerate(text)]
+        left = sample.request.limit - len(sample.new) - 1
+        return guess[: min(left, draw // 5 % 9) if self.drafts else 0]
 
     def _head(self):
         """The first sample of all that has not ended, and how far it is."""
@@ -69,14 +80,16 @@ class Play:
         assert how.cache_tokens is None or tables.num_taken * BLOCK <= how.cache_tokens
         assert len(self.schedule.live) <= how.slots
         assert len(samples) <= how.slots
-        assert sum(piece.length for piece in slices if piece.length > 1) <= how.step_tokens
+        drafted = {sample.key: len(sample.drafted) for sample in samples}
+        lengths = [piece.length - drafted.get(piece.sequence, 0) for piece in slices]
+        assert sum(length for length in lengths if length > 1) <= how.step_tokens
         assert len({piece.sequence for piece in slices}) == len(slices) > 0
 
     def _write(self, piece, tokens):
         """Whoever has the blocks, behind this each holds its own tokens up to here."""
         key = piece.sequence
         part = next(one for one in self._parts() if one.key == key)
-        own = [*part.request.tokens, *getattr(part, "new", ())]
+        own = [*part.request.tokens, *getattr(part, "new", ()), *getattr(part, "drafted", ())]
         assert list(tokens) == own[piece.start : piece.stop]
         for place in range(piece.stop):
             if place >= piece.start:
@@ -87,14 +100,19 @@ class Play:
         return [*self.schedule.live, *self.schedule._prefills.values()]
 
     def _take(self, sample):
-        own = (*sample.request.tokens, *sample.new)
         for one in self._parts():  # nobody's tokens were written over by a step
             kept = [*one.request.tokens, *getattr(one, "new", ())][
                 : one.kept if getattr(one, "prefill", None) is None else 0
             ]
             assert all(self.cache.held[self.cache.place(one.key, p)] == tuple(kept[: p + 1]) for p in range(len(kept)))
-        sample.new.append(hash(own) % self.ends)
-        sample.log_probs.append(0.0)
+        before = len(sample.new)
+        for guess in (*sample.drafted, None):
+            sample.new.append(hash((*sample.request.tokens, *sample.new)) % self.ends)
+            sample.log_probs.append(0.0)
+            if sample.new[-1] != guess or sample.new[-1] == 0 or len(sample.new) == sample.request.limit:
+                break
+        self.schedule.grew(sample, len(sample.new) - before - 1)
+        assert len(self.cache.tables[sample.key]) <= self.cache.tables.size(sample.length)
         key = sample.request.number, sample.number
         if sample.new[-1] == 0 or len(sample.new) == sample.request.limit:
             assert key not in self.done
@@ -132,9 +150,10 @@ def plays(draw):
     return Play(requests, how, draw(st.integers(2, 12)))
 
 
-@example(starved())
-@given(plays())
-def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(play):
+@example(starved(), False)
+@given(plays(), st.booleans())
+def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(play, drafts):
+    play.drafts = drafts
     steps = sum(1 for _ in play.steps())
     assert play.done == {
         (number, sample): plain(request, play.ends)
