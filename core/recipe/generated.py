@@ -51,6 +51,17 @@ class ScoredSamples(Frozen):
         return tuple(SAMPLED + name for name in ("score", *ranks))
 
 
+class DraftRule(Frozen):
+    """Guesses of next tokens, of which a forward keeps those that it draws as well."""
+
+    by: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$", max_length=100)] = "texts"
+    """`texts`: by what samples said before."""
+    most: Annotated[int, Field(ge=1, le=15)] = 8
+    """Guesses of a sample in one forward."""
+    earlier: Annotated[Path, AfterValidator(file_name)] | None = None
+    """Samples of the same prompts, as `evenload generate` wrote them at earlier weights."""
+
+
 class PruneRule(Frozen):
     """Which samples are ended early since they score badly (SART, arXiv 2505.13326)."""
 

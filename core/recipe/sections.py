@@ -12,7 +12,7 @@ from ..input import bounds
 from ..input.reading import file_name
 from ..input.validation import Frozen, OneOf
 from .families import FAMILIES, Family
-from .generated import CollectRule, ScoredSamples
+from .generated import CollectRule, DraftRule, ScoredSamples
 from .shares import POLICIES
 
 FilePath = Annotated[Path, AfterValidator(file_name)]
@@ -400,3 +400,5 @@ class Generate(Section):
     earlier; 0: never, null: by what `costs` says of decode steps, and never where it says nothing."""
     collect: CollectRule | None = None
     """Keep some of the samples of each prompt, those that end first; null: all are kept."""
+    drafts: DraftRule | None = None
+    """Guess tokens, so that a forward gives several of a sample, the same ones; null: one."""

@@ -4,6 +4,8 @@ Pure functions for any engine, and the verb `generate`, which deals by them.
 """
 
 from ...core import verbs
+from ...core.drafters import DRAFTERS
+from ...core.function_rows import FunctionRow
 from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
 from .costs import H100_7B, RolloutCosts
 from .deal import plan_rollout, tie_plan
@@ -42,4 +44,5 @@ __all__ = [
     "tie_plan",
 ]
 
+DRAFTERS.register(FunctionRow("texts", "evenload.plugins.rollout.texts:drafter"))
 verbs.register(verbs.Verb("generate", "evenload.plugins.rollout.verb:generate", order=80))

@@ -12,6 +12,7 @@ import numpy as np
 from ...core.aliases import Ints
 from ...core.costs.decode import DecodeCost
 from ...runtime.generate.dealing import Dealer, Dealing, Forwards, GenerationStats, SampleAssignment
+from ...runtime.generate.drafts import DraftCounts
 from ...runtime.generate.request import Completion, Request
 from . import (
     H100_7B,
@@ -87,6 +88,13 @@ class ByLength(Dealer):
         request = RolloutRequest(prompts, sizes, num_ranks, limit, slots, int(sizes.max()) + limit)
         bound_s, rank_s = bound_of(request, lengths, self._costs).bound_s, self._seconds(stats)
         return {**report, "bound_s": bound_s, "predicted_s": float(rank_s.max(axis=0).sum())}
+
+    @property
+    def drafts(self) -> dict[str, Any] | None:
+        """What came of drafts; None: there were none."""
+        counts = self._stats.drafts if self._stats else DraftCounts()
+        own = {"tokens_a_forward": counts.tokens_a_forward, "drafted": counts.drafted, "accepted": counts.accepted}
+        return own if counts.forwards else None
 
     def _seconds(self, stats: GenerationStats) -> Any:
         """Predicted, of each rank between two borders: float64 [R, borders]."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ from ...training.proof.prompting import without_divided_tokens
 from ...training.sampling.prompted import prompted
 from ...training.verbs.export import checkpoint_in
 from .keeping import beside_all, collecting, samples_begun
+from .sample_file import SampleFile, earlier_samples, refuse_unreadable
 
 if TYPE_CHECKING:
     from ...integrations.host.host import Host
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from ...runtime.world.world import World
     from .dealer import ByLength
 
-_PLACES = {"slots", "cache_tokens", "move_every"}
+_PLACES = {"slots", "cache_tokens", "move_every", "drafts"}
 """Keys of `generate` that change no token."""
 
 
@@ -83,6 +85,8 @@ def resolve_request(
     refuse_first((bool(checkpoint) and recipe.adapts, what, str(checkpoint), do))
     do = "ask for fewer --samples"
     refuse_first((len(rows) * begun > SEQUENCES, "these are too many samples", f"{len(rows) * begun}", do))
+    if section.drafts and section.drafts.earlier:
+        refuse_unreadable(section.drafts.earlier)
     folder = out.absolute().parent
     odd = (
         (os.path.exists(out) and not os.path.isfile(out)) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)
@@ -150,7 +154,6 @@ def generate(
     from ...runtime.world.folder_lock import file_lock
     from ...training.checkpoint.checkpoints import require_whole
     from ...training.job import host_until_end, in_world
-    from .sample_file import SampleFile
 
     def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         begin_s = time.perf_counter()
@@ -162,6 +165,8 @@ def generate(
             file = SampleFile(out, run, wanted.text_of)
             there = from_first(file.read)
             there, left = _left(wanted, there)
+            earlier = from_first(lambda: _earlier(wanted.recipe))
+            settings = replace(wanted.settings, earlier=[*earlier, *there])
         total = len(there) + sum(len(request.samples) for request in left)
         new: tuple[Completion, ...] = ()
         dealer = _dealer(wanted.recipe, there)
@@ -180,12 +185,12 @@ def generate(
                     progress("generate", len(there) + done, total, f"{rate:.3g} samples/s")
 
                 generate_s = time.perf_counter()
-                new = host.generate(left, wanted.settings, ended=add, counted=counted, mark=watchdog.at, dealer=dealer)
+                new = host.generate(left, settings, ended=add, counted=counted, mark=watchdog.at, dealer=dealer)
         with watchdog.working("writing the samples"):
             from_first(lambda: file.finish([*there, *(sample for sample in new if sample.kept)]))
         dealt = dealer.report(left, new, wanted.settings.slots)
         seconds = time.perf_counter() - begin_s
-        return {**_result(out, wanted, there, new, seconds), "dealing": dealt, "run": run}
+        return {**_result(out, wanted, there, new, seconds), "dealing": dealt, "drafts": dealer.drafts, "run": run}
 
     def alone(world: World, watchdog: Watchdog) -> dict[str, Any]:
         with file_lock(out):
@@ -209,6 +214,11 @@ def _dealer(recipe: Recipe, there: Sequence[Completion]) -> ByLength:
 
     costs = costs_named(recipe.costs)
     return ByLength(costs.decode if costs else None, there, recipe.generate.move_every)
+
+
+def _earlier(recipe: Recipe) -> list[Completion]:
+    rule = recipe.generate.drafts
+    return earlier_samples(rule.earlier, recipe.model.vocab_size) if rule and rule.earlier else []
 
 
 def _left(wanted: GenerateRequest, there: Sequence[Completion]) -> tuple[list[Completion], list[Request]]:

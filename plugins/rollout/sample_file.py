@@ -8,6 +8,7 @@ decides the tokens, so that no file holds samples of two models.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,11 +22,14 @@ from ...core.input import reading
 from ...runtime.generate.request import Completion, Ended
 from ...training.files import refusing_unwritable, whole
 
+log = logging.getLogger("evenload")
+
 _RUN = "run"
 _BEGIN = b'{"prompt": '
 _MOST_LINE = 1 << 28
 """Bytes of a line, which holds a sample's tokens."""
 _DO = "choose another --out, or remove the file"
+_LEAVE = "name a file that `evenload generate` has written as generate.drafts.earlier, or leave it out"
 
 
 class SampleFile:
@@ -98,6 +102,24 @@ class SampleFile:
                     other = f"line {number} is of run {shown(row.run)}, this is {self._run}" if row else shown(line)
                     raise EvenloadError(what, other, _DO)
                 yield Completion(row.prompt, row.sample, row.tokens, row.log_probs, row.ended, row.score)
+
+
+def refuse_unreadable(path: Path) -> None:
+    """Raise EvenloadError for a file of earlier samples that cannot be read."""
+    reading.open_file(path, f"the file of earlier samples {shorten(str(path))}", _LEAVE).close()
+
+
+def earlier_samples(path: Path, vocabulary: int | None) -> list[Completion]:
+    """The samples of a file, whatever run it is of, by which others are drafted; lines that are none of this vocabulary
+    are left out, with a warning. Raises EvenloadError."""
+    name = f"the file of earlier samples {shorten(str(path))}"
+    with reading.open_file(path, name, _LEAVE) as file, reading.failures_of(name, _LEAVE):
+        rows = [*map(_parsed, iter(lambda: file.readline(_MOST_LINE), b""))]
+    known = [row for row in rows if row and (vocabulary is None or max(row.tokens, default=0) < vocabulary)]
+    if len(known) < len(rows):
+        of = f"{len(rows) - len(known)} of {len(rows)} lines of {name}"
+        log.warning("%s are no samples of this vocabulary, and nothing is drafted by them", of)
+    return [Completion(row.prompt, row.sample, row.tokens, row.log_probs, row.ended, row.score) for row in known]
 
 
 class _Line(BaseModel, extra="allow", strict=True):

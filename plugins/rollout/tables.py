@@ -14,6 +14,9 @@ def table(result: Result) -> Table:
     numbers |= _collected(result["collected"]) if result["collected"] else {}
     rows = [*numbers.items(), ("new tokens", result["tokens"]), ("time", seconds(result["seconds"]))]
     rows += _dealing(result["dealing"])
+    if drafts := result["drafts"]:
+        counts = f"{drafts['tokens_a_forward']:.2f}, {drafts['drafted']:,}, {drafts['accepted']:,}"
+        rows.append(("tokens of a sample in a forward, drafted, accepted", counts))
     return grid(result["out"], ("of this run", "number"), rows, f"run {result['run']}")
 
 

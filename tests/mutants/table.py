@@ -1112,6 +1112,15 @@ fault("a cap on keys is counted without those of the prompt", "self._keys += pro
 fault("a sample that went back draws its tokens again", "[sample] = self._step - tokens", "[sample] = self._step")
 fault = of("plugins/rollout/collect.py", killer)
 fault("samples are pruned until fewer are left than are to be kept", "len(going) - self.rule.keep", "len(going)")
+fault = of("plugins/rollout/texts.py", cases("plugins/rollout/test_texts.py"))
+fault(
+    "an earlier text goes on where the sample has left it",
+    "== sample.new[-_LEAST:]",
+    "== own[max(0, done - _LEAST) : done]",
+)
+fault("other samples are looked up in before the sample itself", "hash((number, last))) or", "hash(last)) or")
+fault = of("plugins/rollout/generate.py", cases("plugins/rollout/test_generate.py", k="mark_of_a_run"))
+fault("drafts make another run of the same samples", ', "move_every", "drafts"}', ', "move_every"}')
 fault = of("plugins/rollout/plan.py", killer)
 fault("a bound charges every sample a whole step", "work_s + costs.step_s / request.slots *", "work_s + costs.step_s *")
 fault(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ...core.drafters import drafter_of
 from ...core.errors import EvenloadError, refuse_first, shown
 from ...core.recipe.recipe import Recipe
 from ...data.prompt_file import Prompt, read_prompts
@@ -62,7 +64,8 @@ def settings_of(recipe: Recipe, tokenizer: Tokenizer, ends: frozenset[int]) -> t
     """How the recipe's section `generate` draws samples that end by these tokens, and its strings that end them."""
     section = recipe.generate
     sampling, stops = Sampling(section.temperature, section.top_k, section.top_p), StopStrings(tokenizer, section.stop)
-    return Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens), stops
+    own = Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens)
+    return replace(own, drafter=drafter_of(section.drafts)), stops
 
 
 def _end_tokens(own: Sequence[int] | None, tokenizer: Tokenizer, name: str) -> frozenset[int]:

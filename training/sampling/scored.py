@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,20 +46,25 @@ class SampleScores:
         self._score = user_function(config.score, f"{_KEY}.score")
         self._answer = user_function(config.answer, f"{_KEY}.answer") if config.answer else None
         self._texts = [row.text(self._prompted.tokenizer) for row in self._prompted.rows]
-        about = config.model_dump(mode="json", exclude={"prompts", "every"}), recipe.generate.model_dump(mode="json")
+        about = (
+            config.model_dump(mode="json", exclude={"prompts", "every"}),
+            recipe.generate.model_dump(mode="json", exclude={"drafts"}),
+        )
         rows = [[row.tokens, row.limit, row.row] for row in self._prompted.rows]
         text = json.dumps([*about, rows, recipe.train.seed, self._prompted.tokenizer.identity], sort_keys=True)
         self.identity = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         """Hash of the prompts, and of how samples are drawn and scored."""
         agree(bytes.fromhex(self.identity), f"prompts of {_KEY}", 0)
+        self._earlier: tuple[Completion, ...] = ()
+        """Samples of the last validation, by which those of the next one are drafted."""
 
     def run(self, host: Host, watchdog: Watchdog, done: int) -> dict[str, float]:
         """Draw and score by the weights as they are. Collective. Raises RankError, on every rank, where a function of
         the user's fails."""
         begin = time.perf_counter()
-        samples = host.generate(
+        samples = self._earlier = host.generate(
             self._prompted.requests,
-            self._prompted.settings,
+            replace(self._prompted.settings, earlier=self._earlier),
             mark=lambda where: watchdog.at(f"validation, {where}", done),
         )
         drawn_s = time.perf_counter()

@@ -87,6 +87,12 @@ def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(place, 
         assert max(abs(a - b) for a, b in zip(one.pop("log_probs"), other.pop("log_probs"), strict=True)) < 1e-9
         assert one == other
     assert [(row["prompt"], row["sample"]) for row in got] == [(p, s) for p in range(4) for s in range(3)]
+    again = json.loads(generate("again.jsonl", 2, 3, "generate.drafts.earlier=alone.jsonl").stdout)
+    assert [row["tokens"] for row in rows(place / "again.jsonl")] == [row["tokens"] for row in got]
+    assert again["drafts"]["tokens_a_forward"] > 3
+    without_use = again["drafts"]["drafted"] - again["drafts"]["accepted"]
+    assert without_use <= alone["ended"]["end"], "it repeats itself, and after an end nothing comes"
+    assert (alone["drafts"], again["run"]) == (None, alone["run"])
     more = json.loads(generate("out.jsonl", 2, 3, "generate.slots=9").stdout)
     assert (more["samples_before"], more["tokens"]) == (12, 0)
     foreign = generate("out.jsonl", 1, 3, "train.seed=6")
@@ -191,6 +197,7 @@ def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place):
         return mark_of(resolve_request(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o", samples))
 
     same = [run("generate.slots=9"), run("generate.cache_tokens=640"), run("parallel.tp=2"), run(samples=4)]
+    same.append(run("generate.drafts.by=texts"))
     assert {*same} == {run()}
     words = ("train.seed=1", "generate.top_k=3", "model.num_layers=3", "generate.stop=[x]", "train.dtype=fp32")
     assert len({run(), *map(run, words)}) == 6

@@ -6,6 +6,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -71,13 +72,16 @@ def figures(tmp_path, monkeypatch):
         return Completion(prompt, sample, tokens, (0.0,) * len(tokens), how)
 
     def generated(requests, settings, mark):
+        run.settings.append(settings)
         return tuple(completion(one.number, sample) for one in requests for sample in one.samples)
 
-    def run(**more):
+    def run(times=1, **more):
         config = ScoredSamples(prompts=prompts, samples=4, score="told_rewards:told", k=(1, 2, 3, 4), **more)
         watchdog = SimpleNamespace(working=lambda *_: nullcontext(), at=lambda *_: None)
-        return SampleScores(recipe, "bytes", config).run(SimpleNamespace(generate=generated), watchdog, 0)
+        scores = SampleScores(recipe, "bytes", config)
+        return [scores.run(SimpleNamespace(generate=generated), watchdog, step) for step in range(times)][-1]
 
+    run.settings = []
     return run
 
 
@@ -108,6 +112,13 @@ def test_votes_are_texts_without_white_space_or_answers_of_the_users_own(figures
     assert "maj_at_1" not in row
 
 
+def test_samples_are_drafted_by_those_of_the_last_validation(figures):
+    figures(times=2)
+    first, second = figures.settings
+    assert (first.earlier, len(second.earlier)) == ((), 12)
+    assert replace(second, earlier=()) == first
+
+
 def test_the_identity_is_that_of_all_that_moves_a_figure(figures, tmp_path):
     """Or the best checkpoint is compared by figures of other samples."""
     prompts = tmp_path / "p.jsonl"
@@ -117,7 +128,7 @@ def test_the_identity_is_that_of_all_that_moves_a_figure(figures, tmp_path):
         config = {"prompts": prompts, "samples": 4, "score": "told_rewards:told", **more}
         return SampleScores(recipe, "bytes", ScoredSamples(**config)).identity
 
-    assert identity(every=3) == identity()
+    assert identity(every=3) == identity() == identity("generate.drafts.by=texts")
     others = {"samples": 2}, {"passes": 0.5}, {"answer": "told_rewards:vote"}, {"score": "told_rewards:vote"}
     known = [identity(), *(identity(**one) for one in others)]
     known += [identity(word) for word in ("train.seed=9", "generate.temperature=0.5", "generate.max_new_tokens=3")]
