@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +16,15 @@ from ...integrations.host.generating import samples_of
 from ...integrations.host.host import Host
 from ...integrations.host.step import Mark
 from ...runtime.attention.pack import Pack
-from ...runtime.generate.dealing import Dealer, Dealing, SampleAssignment
+from ...runtime.generate.dealing import Dealer, Dealing, GenerationStats, SampleAssignment
+from ...runtime.generate.drafts import DraftCounts
 from ...runtime.generate.engine import Decoder
 from ...runtime.generate.request import Completion, Generation, Request
 from ...runtime.world.agreement import everyone
+from .drafters import Guessing
+
+_MOVED = 0.1
+"""Share of tokens that are others at earlier weights."""
 
 
 class Arrangement(NamedTuple):
@@ -56,12 +62,21 @@ class Arranged:
     """Forwards of the rank that ran most of them."""
     computed: int = 0
     """Tokens of all ranks' forwards."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     times: Counter[tuple[int, int]] = field(default_factory=Counter)
     """How often each sample has ended."""
 
 
-def arrangements(requests: Sequence[Request], settings: Generation, block_tokens: int) -> list[Arrangement]:
-    """The recipe's own, and others that share prompts, cut them, and give samples up for want of blocks."""
+def arrangements(
+    requests: Sequence[Request], settings: Generation, block_tokens: int, samples: Collection[Completion] = ()
+) -> list[Arrangement]:
+    """The recipe's own, and others that share prompts, cut them, and give samples up for want of blocks; where the
+    recipe drafts, it does so by what these plain ``samples`` might have been at earlier weights, and two more draft
+    otherwise."""
+    if settings.drafter is not None:
+        texts = {sample[:2]: sample.tokens for sample in samples}
+        vocabulary = 1 + max(token for tokens in texts.values() for token in tokens)
+        settings = replace(settings, earlier=[*_as_if_earlier(samples, vocabulary)])
     forth = range(len(requests))
     drawn = np.random.default_rng(settings.seed).permutation(len(requests)).tolist()
     largest = max(len(request.tokens) + request.limit for request in requests)
@@ -70,7 +85,7 @@ def arrangements(requests: Sequence[Request], settings: Generation, block_tokens
     def of(name: str, order: Sequence[int], **changes: Any) -> Arrangement:
         return Arrangement(name, replace(settings, **changes), order)
 
-    return [
+    rows = [
         of("the recipe's own", forth),
         of("one slot, last prompt first", forth[::-1], slots=1),
         of("prompts in chunks", drawn, slots=3, step_tokens=5),
@@ -78,6 +93,22 @@ def arrangements(requests: Sequence[Request], settings: Generation, block_tokens
         of("dealt again at borders that are drawn", drawn, slots=4)._replace(dealer=Tossed()),
         of("interrupted, and gone on", forth, slots=5, step_tokens=16)._replace(interrupted=True),
     ]
+    if settings.drafter is not None:
+        drawing, wrong = (partial(Guessing, vocabulary, known) for known in ({}, texts))
+        rows += [
+            of("drafts that are drawn", drawn, slots=4, step_tokens=9, drafter=lambda _: drawing()),
+            of("drafts that are right, then wrong", forth[::-1], cache_tokens=least, drafter=lambda _: wrong()),
+        ]
+    return rows
+
+
+def _as_if_earlier(samples: Collection[Completion], vocabulary: int) -> Iterator[Completion]:
+    """Samples with other tokens here and there."""
+    drawn = np.random.default_rng(len(samples))
+    for sample in samples:
+        tokens = np.array(sample.tokens)
+        moved = np.where(drawn.random(len(tokens)) < _MOVED, drawn.integers(vocabulary, size=len(tokens)), tokens)
+        yield sample._replace(tokens=tuple(moved.tolist()))
 
 
 def arranged(host: Host, requests: Sequence[Request], arrangement: Arrangement, mark: Mark) -> Arranged:
@@ -107,13 +138,30 @@ def _run(
     watched: Any = _Watched(host, most)
     ended: list[tuple[int, int]] = []
     _, settings, *_, dealer = arrangement
+    keeping = _KeepingDrafts(dealer)
     out.samples += samples_of(
-        watched, requests, settings, lambda sample: ended.append(sample[:2]), lambda _: None, mark, dealer
+        watched, requests, settings, lambda sample: ended.append(sample[:2]), lambda _: None, mark, keeping
     )
+    out.drafts = out.drafts.plus(keeping.drafts)
     ranks = everyone((watched.forwards, watched.computed if host.collects else 0, ended))
     out.forwards += max(forwards for forwards, _, _ in ranks)
     out.computed += sum(computed for _, computed, _ in ranks)
     out.times.update(key for _, _, keys in ranks for key in keys)
+
+
+class _KeepingDrafts(Dealer):
+    """A dealer that keeps what came of drafts."""
+
+    drafts = DraftCounts()
+
+    def __init__(self, dealer: Dealer) -> None:
+        self._dealer = dealer
+
+    def deal(self, dealing: Dealing) -> SampleAssignment:
+        return self._dealer.deal(dealing)
+
+    def ran(self, stats: GenerationStats) -> None:
+        self.drafts = stats.drafts
 
 
 class _Watched:

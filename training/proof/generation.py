@@ -96,7 +96,7 @@ class _Proof:
             samples = PlainSamples(plain, self._requests, self._settings, tie, adapted)
         rows: list[dict[str, Any]] = []
         results: list[Arranged] = []
-        every = arrangements(self._requests, samples.settings, self._block)
+        every = arrangements(self._requests, samples.settings, self._block, [*samples.samples.values()])
         for number, one in enumerate(every):
             results.append(arranged(job.host, self._requests, one, job.watchdog.at))
             with job.watchdog.working("comparing samples"):
@@ -148,12 +148,14 @@ class _Proof:
             **{key: getattr(settings, key) for key in ("slots", "cache_tokens", "step_tokens")},
             "samples_before": done.before,
             "forwards": done.forwards,
-            "tokens_again": done.computed - needed,
+            "tokens_again": done.computed - needed - (done.drafts.drafted - done.drafts.accepted),
             "samples_wrong": sum(bool(one.fault) for one in judged),
             "samples_missing": len(missing),
             "samples_repeated": len(repeated),
             "flips": sum(one.flips for one in judged),
             "log_prob_err": error,
+            "drafted": done.drafts.drafted,
+            "accepted": done.drafts.accepted,
         }
 
     def _of_training(self, samples: Sequence[Completion]) -> float:

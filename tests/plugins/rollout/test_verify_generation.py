@@ -25,12 +25,18 @@ generate: {max_new_tokens: 7, temperature: 0.9, top_k: 60, top_p: 0.95, slots: 8
 DEEPSPEED = ("trainer=deepspeed", "train.dtype=fp32")
 EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4")
 LORA = "plugins.lora.enabled=true"
+DRAFTS = "generate.drafts.by=texts"
 LAYOUTS = {
     "megatron tp 2": ("parallel.tp=2", "megatron.sequence_parallel=true"),
     "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
     "experts, megatron pp 2": (*EXPERTS, "parallel.pp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
-    "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
+    "tenants and drafts, megatron dp 2": (LORA, DRAFTS, "parallel.dp=2"),
     "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
+    "drafts, megatron tp 2": (DRAFTS, "parallel.tp=2"),
+    "drafts, megatron pp 2": (DRAFTS, "parallel.pp=2"),
+    "drafts, megatron tp 2, pp 2": (DRAFTS, "parallel.tp=2", "parallel.pp=2"),
+    "drafts, zero 0": (DRAFTS, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=0"),
+    "drafts, zero 3": (DRAFTS, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
     "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
     "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
     "megatron dp 2, greedy": ("parallel.dp=2", "generate.temperature=0"),
@@ -93,8 +99,17 @@ def test_every_layout_generates_what_plain_generation_does(name, place, verbs):
     assert (result["samples_wrong"], result["samples_missing"], result["samples_repeated"]) == (0, 0, 0)
     assert result["flips"] <= 2 * in_float32
     assert (result["prompts"], result["samples"]) == (6, 18)
-    own, single, chunks, small, _, cut = result["arrangements"]
-    assert single["forwards"] > chunks["forwards"] > own["forwards"]
+    own, single, chunks, small, _, cut, *more = result["arrangements"]
+    if DRAFTS in words:
+        drawn, wrong = more
+        assert own["drafted"] > own["accepted"] > 0
+        assert drawn["drafted"] > drawn["accepted"]
+        assert wrong["drafted"] > wrong["accepted"] > 0
+    else:
+        assert single["forwards"] > chunks["forwards"] > own["forwards"]
+        assert {row["drafted"] for row in result["arrangements"]} == {0}
+    if "parallel.dp" not in " ".join(words):  # else ranks compute a prompt each
+        assert own["tokens_again"] == 0
     # Four ranks have slots for all samples, of which the greedy ones end together.
     assert cut["samples_before"] < 18
     assert cut["samples_before"] > 0 or "parallel.dp=4" in words
