@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .data.samples.sampler import MixtureSampler
     from .patches.session import Session, disable, enable, enabled
     from .plugins.rollout import RolloutPlan, RolloutRequest, plan_rollout
+    from .plugins.verdicts import grounded_prompts
     from .training.api import train, verify
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ _HOMES = {
     "disable": ".patches.session",
     "enable": ".patches.session",
     "enabled": ".patches.session",
+    "grounded_prompts": ".plugins.verdicts",
     "load_recipe": ".api",
     "plan": ".api",
     "plan_rollout": ".plugins.rollout",
@@ -90,6 +92,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "grounded_prompts",
     "load_recipe",
     "plan",
     "plan_rollout",

@@ -70,6 +70,13 @@ docs/clusters.md
     training/test_early_end.py::test_no_step_begins_that_might_end_behind_the_limit
   in 98 of 100 cases exit code, checkpoint, samples and losses were those of an undisturbed run
     benchmarks/faults/test_faults.py::test_a_job_that_is_told_to_end_keeps_the_step_that_ran
+docs/compare.md
+  Intervals are 95 %, by a bootstrap over prompts; that of people is theirs
+    plugins/verdicts/test_compare.py::test_intervals_cover_the_rate_at_equal_style
+  the interval holds 50 %, fewer than 6 prompts count
+    plugins/verdicts/test_compare.py::test_five_prompts_are_too_few_however_they_end
+  is missed by n of them with probability (1 - p)^n
+    core/test_corrected_mean.py::test_rare_errors_are_missed_as_often_as_it_says
 docs/concept.md
   a plan within 0.1 % of its certified bound is taken as it is
     core/planning/test_judge.py::test_a_gradient_sum_that_is_not_hidden_counts_as_next_to_the_bound_of_a_large_batch

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PLUGINS = sorted(path.parent.name for path in (ROOT / "plugins").glob("*/__init__.py"))
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 VERBS = {"audit": {"audit"}, "data": {"score"}, "lora": {"lora"}, "rollout": {"generate"}, "search": {"search"}}
-OF_NO_RECIPE = {"audit", "report", "rollout", "search"}
+VERBS |= {"verdicts": {"compare"}}
+OF_NO_RECIPE = {"audit", "report", "rollout", "search", "verdicts"}
 """Plugins that recipes do not name."""
 CHILD = """
 import json, sys

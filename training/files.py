@@ -39,7 +39,7 @@ def refuse_pictures(**paths: Path | None) -> None:
             do = "install the plugin that draws it, or leave the option out"
             raise EvenloadError(f"nobody draws what --{option} asks for", f"drawn: {', '.join(PICTURES)}", do)
         picture = PICTURES[option]
-        _refuse_path(path, f"--{option}", picture.suffixes)
+        refuse_path(path, f"--{option}", picture.suffixes)
         if picture.needs:
             try:
                 import_module(picture.needs)
@@ -48,7 +48,7 @@ def refuse_pictures(**paths: Path | None) -> None:
                 raise EvenloadError(f"--{option} needs {picture.needs}", str(error), do) from error
 
 
-def _refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
+def refuse_path(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
     """Raise EvenloadError unless a picture may be written there; ``suffixes``: how its name may end."""
     if not path.name.lower().endswith(suffixes):
         do = f"end its name with {' or '.join(suffixes)}"

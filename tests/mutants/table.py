@@ -2056,3 +2056,34 @@ fault(
 )
 fault = of("core/balance/step_bound.py", cases("core/balance/test_step_bound.py", k="less_than_their_tokens"))
 fault("a bound counts pairs that trees do not have", "    more = more + less\n", "")
+fault = of("core/corrected_mean.py", cases("core/test_corrected_mean.py"))
+fault("the dear score counts without its share", "cheap.mean() + error.mean()", "cheap.mean() + error.sum() / num")
+fault("a draw knows a sample's company", "for key in keys]", "for key in [f'{n}' for n, _ in enumerate(keys)]]")
+fault("an interval is that of one error", "(1 / count - 1 / num) * error", "(1 - 1 / num) * error")
+killer = cases("plugins/verdicts/test_files.py", k="blindly or draw_of_prompts")
+fault = of("plugins/verdicts/pairs.py", killer)
+fault(
+    "the share for people depends on what the judge scores",
+    "if chosen[place]:",
+    "if chosen[place] and len(texts[0]) <= len(texts[1]) - (place % 2):",
+)
+fault("people always read A first", "reversed(texts) if swapped[place] else texts", "texts")
+fault = of("plugins/verdicts/pairs.py", cases("plugins/verdicts/test_files.py", k="several_people or blindly"))
+fault("a verdict of people is always of A first", "1 - value if swapped else value", "value")
+fault = of("plugins/verdicts/judges.py", cases("plugins/verdicts/test_files.py", k="verdicts_are_numbers"))
+fault("ties are wins", '"tie": 0.5', '"tie": 1.0')
+killer = cases("plugins/verdicts/test_compare.py", k="by_hand or places_alone")
+fault = of("plugins/verdicts/compare.py", killer)
+fault("one order only", "answers.mean((1, 2))", "answers[:, :, 0].mean(1)")
+fault("a verdict on B first counts as one on A", "answers[asked, :, 1] = 1 - answers[asked, :, 1]", "pass")
+killer = cases("plugins/verdicts/test_compare.py", k="over_prompts")
+fault = of("plugins/verdicts/estimates.py", killer)
+fault("the bootstrap is over verdicts", "_, of = np.unique(of, return_inverse=True)", "of = np.arange(len(of))")
+fault(
+    "the bootstrap at equal style is over verdicts",
+    "weights[:, of] * share",
+    "weights[:, np.random.default_rng(1).permutation(len(of)) % num] * share",
+)
+killer = cases("plugins/verdicts/test_compare.py", k="rate_at_equal_style or fooled or 60")
+fault = of("plugins/verdicts/estimates.py", killer)
+fault("length is not regressed out", "np.sign(differences[:, :1]), differences], 1)", "differences[:, 1:]], 1)")

@@ -103,5 +103,6 @@ def test_nothing_but_these_keys_names_a_function():
     assert {path: words for path, words in calls.items() if words} == {
         "training/preflight.py": ["word"],
         "plugins/rollout/keeping.py": ["rule.prune.score"],
+        "plugins/verdicts/answering.py": ["word"],
         "training/sampling/scored.py": ["config.score", "config.answer"],
     }
