@@ -221,6 +221,8 @@ class TrainerStep:
             log.info(
                 "until step %d: %d tokens that samples of a pack begin with were computed once", state.steps, saved
             )
+        elif state.shares is not None and state.steps == 1:
+            self.say_no_trees("no samples of a pack begin alike")
         if hooked:
             state.hooks.refuse_unlike()
         state.report(plan, packed=packed)

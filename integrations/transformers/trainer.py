@@ -29,10 +29,9 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
-from ...core.planning.notes import warn_of_no_trees
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
-from ...runtime.world.agreement import everyone, rank_and_size
+from ...runtime.world.agreement import everyone
 from ..huggingface.inputs import without_unread
 from ..huggingface.models import num_windows
 from ..unmodified.planned_loop import Loops
@@ -107,8 +106,6 @@ def _begun(trainer: Any, recipe: Recipe, num_items: Any) -> PlannedTrainer:
             leave_unplanned(state, units, error.found)
         return state
     refuse_trainer(trainer, of_units=units is not None)
-    if units is None and rank_and_size()[0] == 0:
-        warn_of_no_trees(recipe, "the samples of a loss of tokens are packed whole")
     by_batch = units is None and divides_by_batch(trainer, num_items)
     loss = PackLoss(inner_model(trainer).loss_function) if by_batch else None
     return PlannedTrainer(recipe=recipe, units=None if units is None else UnitLoop(units), loss=loss)
@@ -281,6 +278,8 @@ def _shares(step: TrainerStep, pair: SamplePair) -> PackCalls | None:
     )
     if fault is not None:
         log.info("each sample computes all of its tokens: %s (%s)", fault.what, fault.found)
+        step.say_no_trees(f"{fault.what} ({fault.found})")
+    calls.num_saved = 0
     return None if fault else calls
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 from harness.cases import only_full
 
@@ -54,6 +56,20 @@ def test_what_samples_of_a_pack_begin_with_in_common_is_computed_once(more, on_r
         assert shared["grad"] < 1e-7, shared
         assert max(one["loss"] for one in (shared, alone, cut)) < 1e-6, (shared, alone, cut)
         assert sum(shared["ran"]) <= sum(alone["ran"]) - trunk, (shared, alone)
+
+
+def test_trees_that_are_asked_for_and_that_no_samples_share_are_named(caplog):
+    """In a loop of one process, whose first step has none."""
+    import_module("evenload.api").load_plugins()
+    runs = import_module("rank_trainer")
+    runs.forget_layout()
+    own = runs.TrainingArguments(**runs.arguments(per_device_train_batch_size=4))
+    rows = runs.samples_of([9, 30, 4, 17])
+    with runs.planned_by(runs.recipe(packing={"max_tokens": 256, "trees": True})) as seen:
+        runs.Trainer(runs.build_model(), own, train_dataset=rows, data_collator=runs.collate).train()
+    assert seen.plans
+    said = [one.getMessage() for one in caplog.records if "plugins.packing.trees" in one.getMessage()]
+    assert said == ["plugins.packing.trees has no effect in the first step: no samples of a pack begin alike"]
 
 
 def test_samples_of_one_length_run_as_they_are_where_packs_gain_nothing(on_ranks):
