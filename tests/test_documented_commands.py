@@ -100,7 +100,8 @@ DEAR = ("--measure", "--steps 4", "parallel.dp=16", "--sweep parallel.cp")
 """Words of plans that take longer than some seconds."""
 READS = [c for c in ASKED if c.startswith(("evenload lora", "evenload watch"))]
 TRIES_GPUS = [c for c in ASKED if "--gpu" in c]
-TRAINS = [c for c in ASKED if c not in (*PLANS, *READS, *TRIES_GPUS)]
+COMPARES = [c for c in ASKED if c.startswith("evenload compare")]
+TRAINS = [c for c in ASKED if c not in (*PLANS, *READS, *TRIES_GPUS, *COMPARES)]
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +196,24 @@ def test_a_command_that_reads_what_a_job_wrote_runs(command: str, place: Path) -
     done = run(command, place)
     assert done.returncode == 0, done.stderr
     assert {"lora": "asyncio", "watch": "4.25"}[shlex.split(command)[1]] in done.stdout
+
+
+def test_commands_that_compare_files_run(tmp_path: Path) -> None:
+    """What people are to judge is written first, and they judge it."""
+    (tmp_path / "my_judges.py").write_text("def helpful(prompt, first, second): return float(first > second)")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}\n' * 60)
+    for name in "ab":
+        rows = [json.dumps({"prompt": n, "text": f"{name if n % 3 else 'because'} {n} {name}"}) for n in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    sheet = tmp_path / "sheet.jsonl"
+    for command in sorted(COMPARES, key=lambda command: "--people" in command):
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+        if sheet.exists():
+            sheet.write_text(sheet.read_text().replace('"verdict": null', '"verdict": "tie"'))
+    assert len(COMPARES) == 3
+    assert "corrected by people" in done.stdout
+    assert (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize("command", TRIES_GPUS)
