@@ -88,20 +88,33 @@ def make(folder: Path, quick: bool, kind: str) -> int:
     return longest
 
 
-def measured(task: str, variant: str, arguments: list[str], data: Path, folder: Path, recipe: Path | None) -> Row:
-    """Seconds, steps, tokens and losses of a run."""
+def measured(
+    task: str,
+    variant: str,
+    arguments: list[str],
+    data: Path,
+    folder: Path,
+    recipe: Path | None,
+    limit_s: float = 240.0,
+) -> Row:
+    """Seconds, steps, tokens, memory and losses of a run; figures "after the first" step are of the others."""
     script = launching.SCRIPTS / TASKS[task][0]
     words = [*launching.COMMON, *arguments, *VARIANTS.get(variant, "").split(), "--output_dir", folder / "out"]
     names = ["--model_name_or_path", data / "model", "--dataset_name", data / "pairs", "--bf16", "False"]
     folder.mkdir()
     first = [task] if script.name == "trl_script.py" else []
     variables = {"HOSTS_MEASURED": str(folder)}
-    run = launching.launch(script, [*first, *names, *words], folder, recipe, variables=variables)
+    words = [*first, *names, *words]
+    run = launching.launch(script, words, folder, recipe, variables=variables, limit_s=limit_s)
     if run.code:
         return {"variant": variant, "failed": run.output.strip().splitlines()[-1:]}
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(launching.RANKS)]
     steps, log = ranks[0]["steps"], ranks[0]["log"]
-    tokens = max(int(row["num_tokens"]) for row in log if "num_tokens" in row)
+    seen = [int(row["num_tokens"]) for row in log if "num_tokens" in row]
+
+    def after_first(name: str) -> Any:
+        return sum(rank[name][-1] - rank[name][0] for rank in ranks)
+
     return {
         "variant": variant,
         "updates": len(steps),
@@ -110,7 +123,12 @@ def measured(task: str, variant: str, arguments: list[str], data: Path, folder: 
         "says": [line for line in run.output.splitlines() if line.startswith("evenload: planned")],
         "step_s": statistics.median(b - a for a, b in pairwise(steps)),
         "computed": sum(rank["tokens"] for rank in ranks),
-        "tokens": tokens,
+        "tokens": max(seen),
+        "tokens_after_first": max(seen) - min(seen),
+        "computed_after_first": after_first("computed"),
+        "cpu_step_s": after_first("cpu_s") / (len(steps) - 1),
+        "search_step_s": after_first("search_s") / launching.RANKS / (len(steps) - 1),
+        "peak_bytes": max(rank.get("peak_bytes", 0) for rank in ranks),
         "loss": {row["step"]: row["loss"] for row in log if "loss" in row},
         "grad_norm": {row["step"]: row["grad_norm"] for row in log if "grad_norm" in row},
     }
