@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ...core.recipe.generated import DraftRule
-    from ...runtime.generate.request import Completion, MakeDrafter, Request
-    from ...runtime.generate.schedule import Running
+    from ...runtime.generate.request import Completion, MakeDrafter, Request, UnfinishedSample
 
 _ORDERS = 12, 8, 5, 3
 """Tokens that are looked up, the longest first."""
@@ -47,7 +46,7 @@ class _Texts:
         begin = self._begin()
         self._add([*begin, *tokens], len(begin), number)
 
-    def grown(self, sample: Running) -> list[int]:
+    def grown(self, sample: UnfinishedSample) -> list[int]:
         """The text of a sample, with the end of its prompt, as far as it has come."""
         if sample.number not in self._live:
             unseen = max(0, len(sample.new) - _MOST_AT_ONCE)
@@ -101,7 +100,7 @@ class TextDrafter:
         self._texts: dict[int, _Texts] = {}
         """By the number of a prompt, the one used last at the end."""
 
-    def guess(self, sample: Running, most: int) -> list[int]:
+    def guess(self, sample: UnfinishedSample, most: int) -> list[int]:
         """Guess in the form that `Drafter.guess` has."""
         most, done = min(most, self._most), len(sample.new)
         own = self._own.get((sample.request.number, sample.number), [])
@@ -110,7 +109,7 @@ class TextDrafter:
         texts = self._of(sample.request)
         return texts.guess(texts.grown(sample), sample.number, most)
 
-    def saw(self, sample: Running) -> None:
+    def saw(self, sample: UnfinishedSample) -> None:
         """Remember what a sample has said since it was seen."""
         self._of(sample.request).grown(sample)
 

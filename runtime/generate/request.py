@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 from ...core.errors import Rule
-
-if TYPE_CHECKING:
-    from .schedule import Running
 
 Ended = Literal["end", "stop", "limit", "pruned", "left"]
 """By an end token, by a stop string, or by its limit; or before that, for its score or as nobody needs it any more."""
@@ -84,13 +81,22 @@ class Collecting(Protocol):
 Scoring = Callable[[Sequence[Completion]], Sequence[float]]
 
 
+class UnfinishedSample(Protocol):
+    """A sample as far as it has come."""
+
+    request: Request
+    number: int
+    new: list[int]
+    """Its tokens, after the prompt."""
+
+
 class Drafter(Protocol):
     """Guesses by tokens alone: ranks that hold a model together guess each for itself, and alike."""
 
-    def guess(self, sample: Running, most: int) -> Sequence[int]:
+    def guess(self, sample: UnfinishedSample, most: int) -> Sequence[int]:
         """The next tokens of a sample, so many at most."""
 
-    def saw(self, sample: Running) -> None:
+    def saw(self, sample: UnfinishedSample) -> None:
         """Is shown a sample that has got tokens."""
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ...runtime.generate.schedule import Running
+from ...runtime.generate.request import UnfinishedSample
 
 
 class Guessing:
@@ -23,7 +21,7 @@ class Guessing:
     def __init__(self, vocabulary: int, texts: Mapping[tuple[int, int], Sequence[int]] | None = None) -> None:
         self._vocabulary, self._texts = vocabulary, texts or {}
 
-    def guess(self, sample: Running, most: int) -> list[int]:
+    def guess(self, sample: UnfinishedSample, most: int) -> list[int]:
         """Guess in the form that `Drafter.guess` has."""
         key, done = (sample.request.number, sample.number), len(sample.new)
         drawn = np.random.default_rng([*key, done])
@@ -34,5 +32,5 @@ class Guessing:
                 guessed[place] = token
         return guessed
 
-    def saw(self, sample: Running) -> None:
+    def saw(self, sample: UnfinishedSample) -> None:
         """What it knows does not grow."""
