@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ...core.errors import RankError, Rule, refuse_first
 from ...core.machine.layout import Layout
+from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...runtime.adapters.adapters import Adapters
@@ -85,7 +86,8 @@ def samples_of(
     own = [_one(dealing, place) for place in dealt.ranks[rank].tolist()]
     count, samples, work = _Count(), [], [Forwards()]
     drafter = settings.drafter(settings.earlier) if settings.drafter else None
-    drafts = Drafts(drafter, host.recipe.model.vocab_size)
+    costs = costs_named(host.recipe.costs) if drafter else None
+    drafts = Drafts(drafter, host.recipe.model.vocab_size, costs.decode if costs else None)
 
     def at_start_of_border() -> None:
         mark("generation, a border")

@@ -7,6 +7,10 @@
 A guess is never taken for its own probability: what comes out are picks, and each is made after the tokens that stand
 before it. So a draft changes when a token is computed, not which it is. Keys of guesses that were wrong lie after the
 end of the sample, where nobody sees them, and are written over.
+
+A guess costs a row of its forward, and saves with probability V, that it and those before it are right, a row of a
+later one:  V > row_s / (row_s + step_s / live samples + key_s keys), or it is left out. V falls from guess to guess, so
+those of a sample are taken up to the first that does not pay; of many live samples less is drafted, or nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from ...core.costs.decode import DecodeCost
 from ..attention.decode_rows import MOST_TOKENS
 from .request import Drafter
 from .schedule import Running
 
 log = logging.getLogger("evenload")
 
+_PROPORTIONS = DecodeCost(step_s=1.0, row_s=1 / 64, key_s=0.0, prompt_s=0.0)
 MOST = MOST_TOKENS - 1
 """Guesses of a sample in one forward."""
 
@@ -48,36 +54,47 @@ class Drafts:
     Args:
         drafter: None: there are no drafts.
         vocabulary: tokens that the model knows; None: all that are guessed.
+        costs: of decode steps, as measured; None: proportions by which 64 samples double a step.
     """
 
-    def __init__(self, drafter: Drafter | None = None, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter | None = None, vocabulary: int | None = None, costs: DecodeCost | None = None
+    ) -> None:
         self._drafter = drafter
         self._vocabulary = vocabulary
+        self._costs = costs or _PROPORTIONS
         self.counts = DraftCounts()
 
-    def of(self, sample: Running, most: float) -> list[int]:
-        """Guesses of the next tokens of a sample, so many at most."""
+    def of(self, sample: Running, most: float, live: int) -> list[int]:
+        """Guesses of the next tokens of a sample, so many at most, as far as they pay while so many samples live."""
         limit = min(most, MOST)
         if self._drafter is None or limit < 1:
             return []
         try:
-            guessed = [int(token) for token in self._drafter.guess(sample, int(limit))][: int(limit)]
+            guessed = [int(token) for token in self._drafter.guess(sample, int(limit), self._least(sample, live))]
         except Exception as error:
             self._fails(error)
             return []
         known = self._vocabulary
         odd = (place for place, token in enumerate(guessed) if token < 0 or (known is not None and token >= known))
-        return guessed[: next(odd, None)]
+        return guessed[: min(int(limit), next(odd, len(guessed)))]
 
     def saw(self, sample: Running, accepted: int) -> None:
         """A sample has got tokens, so many of which were drafted; its last draft is still there."""
         if self._drafter is None:
             return
-        self.counts = self.counts.plus(DraftCounts(1, len(sample.drafted), accepted))
+        forwards, drafted, before = self.counts
+        self.counts = DraftCounts(forwards + 1, drafted + len(sample.drafted), before + accepted)
         try:
             self._drafter.saw(sample)
         except Exception as error:
             self._fails(error)
+
+    def _least(self, sample: Running, live: int) -> float:
+        """How probable a guess must be to save what it costs: a row now, for one later with its keys and its share of
+        a step."""
+        row_s, of_step_s = self._costs.row_s, self._costs.step_s / live
+        return row_s / max(row_s + of_step_s + self._costs.key_s * sample.length, 1e-300)
 
     def _fails(self, error: Exception) -> None:
         self._drafter = None

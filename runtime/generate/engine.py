@@ -95,7 +95,7 @@ def generate(
 
     def draft(sample: Running) -> list[int]:
         left = sample.request.limit - len(sample.new)
-        return drafts.of(sample, min(left, keeping.left(sample) if keeping else left) - 1)
+        return drafts.of(sample, min(left, keeping.left(sample) if keeping else left) - 1, len(schedule.live))
 
     left = borders.forwards if borders else -1
     while (goes_on := decoder.goes_on(schedule.busy)) or borders:

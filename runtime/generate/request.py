@@ -93,8 +93,8 @@ class UnfinishedSample(Protocol):
 class Drafter(Protocol):
     """Guesses by tokens alone: ranks that hold a model together guess each for itself, and alike."""
 
-    def guess(self, sample: UnfinishedSample, most: int) -> Sequence[int]:
-        """The next tokens of a sample, so many at most."""
+    def guess(self, sample: UnfinishedSample, most: int, least: float) -> Sequence[int]:
+        """The next tokens of a sample, so many at most, as far as it is at least so probable that all are right."""
 
     def saw(self, sample: UnfinishedSample) -> None:
         """Is shown a sample that has got tokens."""

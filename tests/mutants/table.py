@@ -1118,7 +1118,7 @@ fault(
     "== sample.new[-_LEAST:]",
     "== own[max(0, done - _LEAST) : done]",
 )
-fault("other samples are looked up in before the sample itself", "hash((number, last))) or", "hash(last)) or")
+fault("other samples are looked up in before the sample itself", "last ^ _own(number)) or", "last) or")
 fault = of("plugins/rollout/generate.py", cases("plugins/rollout/test_generate.py", k="mark_of_a_run"))
 fault("drafts make another run of the same samples", ', "move_every", "drafts"}', ', "move_every"}')
 fault = of("plugins/rollout/plan.py", killer)
@@ -1440,7 +1440,7 @@ fault(
     "for sample in samples]) + after_R",
     "for sample in samples])",
 )
-fault("a draft goes beyond the limit", "if keeping else left) - 1)", "if keeping else left))")
+fault("a draft goes beyond the limit", "if keeping else left) - 1", "if keeping else left)")
 fault(
     "a stop string is seen at the end of a draft alone",
     "_end_of(sample, settings)\n        if how",

@@ -21,7 +21,7 @@ class Guessing:
     def __init__(self, vocabulary: int, texts: Mapping[tuple[int, int], Sequence[int]] | None = None) -> None:
         self._vocabulary, self._texts = vocabulary, texts or {}
 
-    def guess(self, sample: UnfinishedSample, most: int) -> list[int]:
+    def guess(self, sample: UnfinishedSample, most: int, least: float) -> list[int]:
         """Guess in the form that `Drafter.guess` has."""
         key, done = (sample.request.number, sample.number), len(sample.new)
         drawn = np.random.default_rng([*key, done])

@@ -28,30 +28,34 @@ def drafter(earlier=(), most=6):
     return drafter_of(DraftRule(by="texts", most=most))(earlier)
 
 
+def guessed(own, of, most):
+    return own.guess(of, most, 0.0)
+
+
 def test_a_sample_is_guessed_to_say_what_it_said():
     old = (5, 6, 7, 8, 9, 10, 11, 12, 13)
     own = drafter([said(0, (1, 2)), said(0, old), said(1, (9,) * 9), said(0, (3,) * 9, prompt=5)])
-    assert own.guess(sample(0), 4) == [5, 6, 7, 8]
-    assert own.guess(sample(0, old[:2]), 15) == [7, 8, 9, 10, 11, 12]
+    assert guessed(own, sample(0), 4) == [5, 6, 7, 8]
+    assert guessed(own, sample(0, old[:2]), 15) == [7, 8, 9, 10, 11, 12]
     moved = (5, 6, 0, 8, 9)
-    assert own.guess(sample(0, moved[:3]), 4) == [], "nothing has ever followed"
-    assert own.guess(sample(0, (*moved, 10)), 9) == [11, 12, 13], "the place counts"
-    assert own.guess(sample(0, (*old, 9)), 4) == []
+    assert guessed(own, sample(0, moved[:3]), 4) == [], "nothing has ever followed"
+    assert guessed(own, sample(0, (*moved, 10)), 9) == [11, 12, 13], "the place counts"
+    assert guessed(own, sample(0, (*old, 9)), 4) == []
 
 
 def test_what_repeats_itself_goes_on_to():
-    assert drafter().guess(sample(0, [1, 2, 3, 1, 2, 3]), 5) == [1, 2, 3, 1, 2]
+    assert guessed(drafter(), sample(0, [1, 2, 3, 1, 2, 3]), 5) == [1, 2, 3, 1, 2]
 
 
 def test_the_prompt_and_other_samples_are_looked_up_in():
     own = drafter()
-    assert own.guess(sample(0, [22, 23, 24]), 3) == [25, 26, 27]
+    assert guessed(own, sample(0, [22, 23, 24]), 3) == [25, 26, 27]
     own.saw(sample(1, [7, 7, 7, 1]))
     own.saw(sample(0, [7, 7, 7, 2]))
     own.saw(sample(2, [7, 7, 7, 3]))
-    assert own.guess(sample(1, [7, 7, 7, 1, 0, 7, 7, 7]), 1) == [1], "itself comes first"
+    assert guessed(own, sample(1, [7, 7, 7, 1, 0, 7, 7, 7]), 1) == [1], "itself comes first"
     other = sample(1, [7, 7, 7], REQUEST._replace(number=5))
-    assert own.guess(other, 1) == [], "of another prompt nothing counts"
+    assert guessed(own, other, 1) == [], "of another prompt nothing counts"
 
 
 def by_definition(steps, earlier, most):
@@ -96,29 +100,51 @@ def test_guesses_are_those_of_a_search(steps, earlier):
     for number, tokens in steps:
         grown.setdefault(number, sample(number)).new += tokens
         other.saw(grown[number])
-        guesses.append(one.guess(grown[number], 15))
-        assert other.guess(grown[number], 15) == guesses[-1], "ranks that hold a model together guess alike"
+        guesses.append(guessed(one, grown[number], 15))
+        assert guessed(other, grown[number], 15) == guesses[-1], "ranks that hold a model together guess alike"
     assert guesses == by_definition(steps, known, 6)
+
+
+def test_a_guess_is_as_long_as_it_is_right_with_the_probability_that_is_asked_for():
+    """At first four of five are believed to be right."""
+    text = [*range(1, 60)]
+    own, one = drafter([said(0, text), said(1, text)], most=15), sample(0)
+    assert [len(own.guess(one, 15, least)) for least in (0.0, 0.5, 0.81, 1.1)] == [15, 3, 0, 0]
+    assert len(own.guess(one, 2, 0.3)) == 2
+    for _ in range(3):
+        one.new += own.guess(one, 15, 0.0)
+        own.saw(one)
+    assert len(own.guess(one, 15, 0.8)) == 11, "49 of 50 are right by now"
+    other = sample(1, text[:5])
+    for _ in range(40):
+        assert own.guess(other, 15, 0.0)[:2] == [6, 7]
+        other.new[5:] = [6, 0]
+        own.saw(other)
+        other.new[5:] = []
+    right = (4 + 45 + 40) / (5 + 45 + 80)
+    depth = max(k for k in range(15) if right**k >= 0.2)
+    assert len(own.guess(other, 15, 0.2)) == depth == 4
+    assert own.guess(sample(2, [22, 23, 24]), 9, 0.5) == [25, 26, 27], "of guesses of another kind nothing is known"
 
 
 def test_what_was_not_used_for_longest_is_forgotten(monkeypatch):
     monkeypatch.setattr(texts, "_MOST", 100)
     own, long = drafter([said(2, [6] * 60), said(1, [7] * 40)]), sample(0, [1, 2, 3, 4] * 10)
-    assert own.guess(long, 2) == [1, 2]
-    assert own.guess(sample(1, [9, 7, 7, 7]), 2) == [7, 7]
+    assert guessed(own, long, 2) == [1, 2]
+    assert guessed(own, sample(1, [9, 7, 7, 7]), 2) == [7, 7]
     for number in range(5, 9):
-        own.guess(sample(0, [number] * 30, REQUEST._replace(number=number)), 2)
+        guessed(own, sample(0, [number] * 30, REQUEST._replace(number=number)), 2)
     assert [*own._texts] == [7, 8]
     assert sum(one.size for one in own._texts.values()) == 2 * (20 + 30)
-    assert own.guess(sample(0, [5] * 500, REQUEST._replace(number=9)), 2) == [5, 5]
-    assert own.guess(sample(0, [5] * 501, REQUEST._replace(number=9)), 2) == [5, 5]
+    assert guessed(own, sample(0, [5] * 500, REQUEST._replace(number=9)), 2) == [5, 5]
+    assert guessed(own, sample(0, [5] * 501, REQUEST._replace(number=9)), 2) == [5, 5]
 
 
 def test_a_sample_that_comes_from_elsewhere_is_known_by_its_end(monkeypatch):
     monkeypatch.setattr(texts, "_MOST_AT_ONCE", 10)
     moved = sample(0, [*range(50), 1, 2, 3, 4, 5, 1, 2, 3])
-    assert drafter().guess(moved, 3) == [4, 5, 1]
-    assert drafter().guess(sample(0, [*range(50), 10, 11, 12]), 3) == []
+    assert guessed(drafter(), moved, 3) == [4, 5, 1]
+    assert guessed(drafter(), sample(0, [*range(50), 10, 11, 12]), 3) == []
 
 
 def test_earlier_samples_are_those_of_this_vocabulary(tmp_path, caplog):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import pytest
 import torch
+from evenload.core.costs.decode import DecodeCost
 from evenload.core.errors import EvenloadError
 from evenload.runtime.attention import cached
 from evenload.runtime.attention.decode_rows import DecodeRows
@@ -176,7 +177,7 @@ def test_drafts_change_no_token(name, changes, right):
 
 def test_a_draft_that_is_right_to_the_end_takes_few_forwards():
     class Told(Guessing):
-        def guess(self, sample, most):
+        def guess(self, sample, most, least):
             return self._texts[sample.request.number, sample.number][len(sample.new) :][:most]
 
     request = Request(0, (1, 2, 3), 30, (0,))
@@ -187,10 +188,31 @@ def test_a_draft_that_is_right_to_the_end_takes_few_forwards():
     assert [len(pack.tokens_T) for pack in model.packs] == [2, 16, 14]
 
 
+@pytest.mark.parametrize("costs", [None, DecodeCost(step_s=1e-2, row_s=1e-3, key_s=1e-5, prompt_s=0)])
+def test_a_guess_is_to_save_what_it_costs(costs):
+    """A row of a later forward, with its keys and its share of the step, for a row of this one."""
+    asked = []
+
+    class Asked(Guessing):
+        def guess(self, sample, most, least):
+            asked.append((sample.request.number, len(sample.new), sample.length, least))
+            return []
+
+    requests = [Request(0, (1, 2, 3), 20, (0, 1, 2)), Request(1, (1,), 6, (0, 1))]
+    drafts = Drafts(Asked(24), tiny.VOCABULARY, costs)
+    assert len([*generate(requests, Generation(), MODEL.decoder(), None, drafts)]) == 5
+    step_s, row_s, key_s = (1, 1 / 64, 0) if costs is None else (1e-2, 1e-3, 1e-5)
+    late = [(number, keys, least) for number, new, keys, least in asked if number or new > 7]
+    assert {number for number, _, _ in late} == {0, 1}
+    for number, keys, least in late:
+        live = 5 if number else 3  # those of prompt 1 end first
+        assert least == pytest.approx(row_s / (row_s + step_s / live + key_s * keys))
+
+
 class Odd(Guessing):
     """Guesses what no model knows, then fails."""
 
-    def guess(self, sample, most):
+    def guess(self, sample, most, least):
         if len(sample.new) > 3:
             raise RuntimeError("no idea")
         return [3, tiny.VOCABULARY, 3] if sample.number else [-1]
