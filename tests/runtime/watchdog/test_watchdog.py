@@ -271,5 +271,5 @@ def test_ranks_whose_torchrun_agent_is_frozen_end_and_one_tells(tmp_path):
         agent.kill()
         agent.wait()
     assert text.count("evenload: the torchrun agent is gone, and with it the store of the job") == 1, text
-    assert text.count("evenload: ") == 1
+    assert text.count("evenload: ") == 1, text
     assert agent.returncode == 1
