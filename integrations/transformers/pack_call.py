@@ -299,15 +299,15 @@ def _pack_of(of_tokens: Mapping[str, Tensor], lengths: Sequence[int], trie: Trie
 
 
 def _shortened(kwargs: Mapping[str, Any], trie: Trie) -> tuple[PackedRows, Pack, dict[str, Any]] | None:
-    """The call of a planned pack whose samples have this trie; None where it has a loss of its own, or other
-    tensors than of a number for each token."""
+    """The call of a planned pack whose samples have this trie; None where it computes a loss, or takes
+    other tensors than those with a number for each token."""
     tensors = {key: value for key, value in kwargs.items() if isinstance(value, Tensor) and value.dim()}
-    shape = kwargs["input_ids"].shape
-    if "labels" in tensors or any(value.shape != shape for value in tensors.values()):
+    tokens_1T = tensors.get("input_ids")
+    if tokens_1T is None or "labels" in tensors or any(value.shape != tokens_1T.shape for value in tensors.values()):
         return None
-    slots_M = torch.arange(shape[1], device=tensors["input_ids"].device)
+    slots_M = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)
     sources_N = torch.from_numpy(trie.sources).to(slots_M.device)
     own = {key: value[:, sources_N] for key, value in tensors.items()}
     pack = _pack_of({key: value[0] for key, value in own.items()}, trie.branching.lengths, trie)
     others = {key: value for key, value in kwargs.items() if key != attention.PACK}
-    return PackedRows(shape, slots_M, shifted=False, trie=trie), pack, others | own
+    return PackedRows(tokens_1T.shape, slots_M, shifted=False, trie=trie), pack, others | own

@@ -1324,7 +1324,7 @@ fault("the gradient of B lacks the scaling", "part.samples, layer.scaling", "par
 fault("layers of a site read the products of the first one's ranks", "layer.ranks], layer", ": len(layer.a_rC)], layer")
 
 fault = of("runtime/attention/decode_rows.py", cases("runtime/attention/test_by_block.py"))
-fault("a row sees the key behind its own, block by block", "> last_PQ1\n", "> last_PQ1 + 1\n")
+fault("a row sees the key after its own, block by block", "> last_PQ1\n", "> last_PQ1 + 1\n")
 fault("all queries of a row see what its last one sees", '"rows_P"]][..., None]', '"rows_P"], -1:][..., None]')
 fault(
     "a block that several rows share is read for one of them alone",
@@ -1455,9 +1455,7 @@ fault("the key of a guess is visible to the token before it", "> last_PQ1\n", ">
 fault = of("runtime/generate/schedule.py", cases("runtime/generate/test_schedule.py"))
 fault("blocks of wrong guesses stay taken", "self._tables.shrink(sample.key, sample.length)", "pass")
 fault = of("runtime/attention/decode_rows.py", killer)
-fault(
-    "a sample sees the key that a stopped one left behind its own", "places_L <= last_BQ1", "places_L <= last_BQ1 + 1"
-)
+fault("a sample sees the key that a stopped one left after its own", "places_L <= last_BQ1", "places_L <= last_BQ1 + 1")
 fault = of("runtime/attention/block_tables.py", killer)
 fault(
     "a sample writes into the block that its prompt shares with others",
