@@ -68,9 +68,9 @@ class ProfiledBase(Protocol):
 class AdapterTraining(Protocol):
     """What `SlicePlugin.adapts` gives. A launcher has no torch: only what trains imports it, when it is called."""
 
-    def preflight(self, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...], *, proof: bool) -> PlanChain:
-        """The planners of a job that can run, with these baselines; ``proof``: tenants are made up where there are
-        none. Raises EvenloadError; starts nothing."""
+    def preflight(self, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...], *, proof: bool) -> int:
+        """The ranks of a job that can run, with these baselines; ``proof``: tenants are made up where there are none.
+        Raises EvenloadError; starts nothing."""
 
     def train(self, recipe: Recipe, against: tuple[str, ...], progress: Progress) -> dict[str, Any] | None:
         """What `evenload train` gives, on this rank."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 
 from ..core.aliases import Floats
 from ..core.planning.chain import PlanChain
@@ -31,11 +30,12 @@ from ..core.recipe.traits import trainer_called
 from ..data.sources import Source
 from ..integrations.host.host import Host
 from ..patches import bridge_cpu
+from ..runtime.adapters.company import Company
 from ..runtime.attention.labels import Labels, TargetWeights
 from ..runtime.attention.pack import TokensOf
 from ..runtime.files import quiet_when_full
 from ..runtime.watchdog.watchdog import Watchdog, working
-from ..runtime.world.agreement import agree, gather_bytes
+from ..runtime.world.agreement import agree, everyone, gather_bytes
 from ..runtime.world.folder_lock import folder_lock
 from ..runtime.world.node_board import open_board
 from ..runtime.world.variables import RESULT
@@ -68,7 +68,7 @@ class VerbJob(ABC):
     @property
     def is_rank0(self) -> bool:
         """Whether this is the rank that reports."""
-        return self.world.rank == 0
+        return self.world.leads
 
     def gather(self, *values: float) -> npt.NDArray[np.float64]:
         """Every rank's values, float64 [world, len(values)]. Collective."""
@@ -127,6 +127,10 @@ class VerbJob(ABC):
         """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
         if not self.chain.links and not self.chain.of_layers:
             logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
+
+    def company_of(self, draw: Draw) -> Company | None:
+        """What all replicas train in the step of a draw that is one's part; None: it is all there is."""
+        return None
 
     @abstractmethod
     def tokens_of(self, draw: Draw) -> TokensOf:
@@ -211,7 +215,7 @@ def open_host(recipe: Recipe, world: World) -> Host:
         if recipe.model.weights is not None:  # replicas and shards of one model come from every host's own files
             from ..integrations.huggingface.folders.reading import WeightFolder  # safetensors is an extra
 
-            agree(WeightFolder.open(recipe.model.weights).fingerprint(), "weights in model.weights", 0)
+            agree(WeightFolder.open(recipe.model.weights).fingerprint(), "weights in model.weights", 0, "job")
         return integration(recipe.trainer).open_host(recipe, world)  # type: ignore[no-any-return]
 
 
@@ -234,11 +238,11 @@ def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     bridge = bridge_cpu() if trainer_called(recipe.trainer).bridges_cpu else None
     safety = recipe.safety
-    world = init_world(safety.collective_timeout_s, gone_s=safety.gone_s)
-    logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
+    world = init_world(safety.collective_timeout_s, safety.gone_s, recipe.ranks_of_replicas)
+    logger.setLevel(logging.INFO if world.leads else logging.ERROR)
     with quiet_when_full(), Watchdog(gone_s=safety.gone_s, stuck_s=safety.stuck_s) as watchdog:
         yield world, watchdog
-        dist.barrier()  # until here all are watched; what follows waits for nobody that might be gone
+        everyone(None, "job")  # until here all are watched; what follows waits for nobody that might be gone
     close_world(world)
     if bridge is not None:
         bridge.undo()
@@ -271,7 +275,7 @@ def in_world(recipe: Recipe, work: Callable[[World, Watchdog], dict[str, Any]]) 
     """Do a verb's work on this rank; rank 0 hands the result to the launcher, or returns it under torchrun."""
     with open_world(recipe) as (world, watchdog):
         result = work(world, watchdog)
-    if world.rank != 0:
+    if not world.leads:
         return None
     if path := os.environ.get(RESULT):
         Path(path).write_text(json.dumps(result))

@@ -74,6 +74,7 @@ def measure_step(
         labels=job.labels_of(planned.draw),
         mark=lambda where: job.watchdog.at(where, step),
         record=record,
+        company=job.company_of(planned.draw),
     )
     step_s = time.perf_counter() - start + planned.waited_s
     job.watchdog.at("comparing times", step, waits=True)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..aliases import Floats
+from ..aliases import Floats, Ints
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import StepPlan, as_lengths
@@ -50,6 +50,16 @@ POLL_S = 0.01
 FELL_BACK, FAILED_ON = "fallback: ", "failed on ranks "
 """A note of a plan that took over begins with the first; where a planner failed and was not only late, the second is in
 it."""
+
+
+class BatchPart(NamedTuple):
+    """What a replica has of a batch that several share."""
+
+    whole: Draw
+    places: npt.NDArray[np.int64]
+    """Of its sequences in the whole batch."""
+    counts: bool = True
+    """They are its to train; otherwise nothing was dealt to it, and it runs a copy without targets."""
 
 
 class Draw(NamedTuple):
@@ -78,6 +88,15 @@ class Draw(NamedTuple):
     """By which the weights of all targets are multiplied, or those of each sequence [S]."""
     own_sums: Floats | None = None
     """What the weights that the data give each sequence's targets add up to [S]; None: each of these is 1."""
+    part: BatchPart | None = None
+    """Of which batch these are the sequences of one replica; None: they are all there are."""
+
+    def at(self, places: Ints) -> Draw:
+        """The sequences at these places of the batch."""
+        of_sequences = ("samples", "lengths", "targets", "tenants", "groups", "trunks", "domain", "own_sums")
+        own: dict[str, Any] = {key: None if (value := getattr(self, key)) is None else value[places] for key in of_sequences}
+        weight = self.weight if np.ndim(self.weight) == 0 else np.asarray(self.weight)[places]
+        return self._replace(**own, weight=weight)
 
     @property
     def num_targets(self) -> npt.NDArray[np.int64]:

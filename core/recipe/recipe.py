@@ -148,13 +148,37 @@ class Recipe(Section):
         return any(getattr(self.config_of(p.name), "v_shape", False) for p in self.enabled())
 
     @cached_property
+    def of_replicas(self) -> tuple[Recipe, ...]:
+        """The recipe of each replica by itself; this one alone where it names no replicas. Raises EvenloadError."""
+        return tuple(self._of_replica(number) for number in range(len(self.parallel.replicas or ()))) or (self,)
+
+    @property
+    def ranks_of_replicas(self) -> tuple[int, ...]:
+        """Of each replica; none where the recipe names no replicas."""
+        return tuple(one.num_ranks for one in self.parallel.replicas or ())
+
+    def _of_replica(self, number: int) -> Recipe:
+        own = (self.parallel.replicas or ())[number].model_dump(mode="json", exclude_none=True)
+        machine: dict[str, Any] = {key: own.pop(key) for key in ("cluster", "costs") if key in own}
+        try:
+            return self.changed({"parallel": own, **machine})
+        except EvenloadError as error:
+            raise EvenloadError(f"parallel.replicas, replica {number}: {error.what}", error.found, error.do) from error
+
+    @cached_property
     def min_world_size(self) -> int:
+        if self.parallel.replicas:
+            return sum(self.ranks_of_replicas)
         p = self.parallel
         return p.tp * p.pp * p.cp * (p.dp or -(-p.ep // p.cp))
 
     def layout(self, world_size: int | None = None) -> Layout:
-        """Layout of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
+        """Layout of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError, also
+        where replicas have layouts of their own."""
         p = self.parallel
+        if p.replicas:
+            what, detail = "only `evenload train` and `verify` run replicas", f"parallel.replicas of {len(p.replicas)}"
+            raise EvenloadError(what, detail, "give parallel.tp, pp and dp of one of them in its place")
         wanted = self.min_world_size if world_size is None else world_size
         size = whole_number(wanted, "the number of processes", RANKS)
         layers = stage_layers(self.model, p)

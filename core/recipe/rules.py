@@ -59,11 +59,14 @@ def refuse_impossible(recipe: Any) -> None:
         *_rules_of_copies(recipe),
         *_rules_of_freeze(recipe),
         *_rules_of_adapters(recipe),
+        *_rules_of_replicas(recipe),
         *trainer_called(recipe.trainer).rules(recipe),
         *_rules_of_data(recipe),
         *_rules_of_best(recipe),
     )
-    if not recipe.adapts:
+    if p.replicas:
+        _ = recipe.of_replicas
+    elif not recipe.adapts:
         refuse_idle_ranks(recipe.train, p.dp or 1)
 
 
@@ -270,6 +273,30 @@ def _rules_of_adapters(recipe: Any) -> list[Rule]:
             f"samples of tenants are in no groups, and plugins.{name} trains tenants",
             f"data.group {recipe.data.group}",
             f"leave data.group out, or disable plugins.{name}",
+        ),
+    ]
+
+
+def _rules_of_replicas(recipe: Any) -> list[Rule]:
+    """What replicas of unlike shapes do not go with."""
+    p: Parallel = recipe.parallel
+    if p.replicas is None:
+        return []
+    said = {key: getattr(p, key) for key in type(p).model_fields if key != "replicas"}
+    beside = [f"parallel.{key} {value}" for key, value in said.items() if value != getattr(Parallel(), key)]
+    return [
+        (not p.replicas, "parallel.replicas names no replica", "an empty list", "name at least one, such as {tp: 2}"),
+        (
+            bool(beside),
+            "parallel.replicas says the degrees of each replica, and others stand beside it",
+            ", ".join(beside),
+            "leave them out, or write them into the replicas",
+        ),
+        (
+            not recipe.adapts,
+            "parallel.replicas trains adapters of tenants, and the recipe trains a whole model",
+            f"{len(p.replicas)} replicas, plugins.lora.enabled false",
+            "give parallel.tp, pp and dp instead, or set plugins.lora.enabled=true",
         ),
     ]
 

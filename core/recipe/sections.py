@@ -209,6 +209,27 @@ class Data(Section):
         return None if self.domains is None else {name: domain.source for name, domain in self.domains.items()}
 
 
+class Replica(Section):
+    """One replica of the model: its own degrees of parallelism, and where it runs (LobRA, arXiv 2509.01193)."""
+
+    tp: bounds.SharerCount = 1
+    """As parallel.tp."""
+    pp: bounds.StageCount = 1
+    """As parallel.pp."""
+    layers: tuple[bounds.LayerCount, ...] | Literal["auto"] | None = None
+    """As parallel.layers."""
+    dp: bounds.RankCount = 1
+    """As parallel.dp, which has to be said here."""
+    cluster: str | None = None
+    """As cluster, where its machines are others than the recipe's."""
+    costs: str | None = None
+    """As costs, where its machines are others than the recipe's."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
 class Parallel(Section):
     """Degrees of parallelism; dp null takes what the number of processes leaves."""
 
@@ -225,6 +246,9 @@ class Parallel(Section):
     """Ranks that the experts of a layer are divided among."""
     dp: bounds.RankCount | None = None
     """Ranks, or groups of cp, that have samples of their own."""
+    replicas: tuple[Replica, ...] | None = None
+    """Instead of all others: replicas that may be of unlike shapes and on unlike machines, in the order of their ranks.
+    Each gets the sequences with which all end together. For adapters of tenants (plugins.lora)."""
 
 
 class Updates(Section):

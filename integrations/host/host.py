@@ -24,6 +24,7 @@ from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...runtime.adapters.adapters import Adapters
+from ...runtime.adapters.company import Company
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
@@ -105,6 +106,7 @@ class Host(ABC):
         mark: Mark = no_mark,
         record: bool = False,
         inspect: Inspect | None = None,
+        company: Company | None = None,
     ) -> StepResult:
         """Forward, backward, reduction, clipping and update of one planned step.
 
@@ -112,6 +114,7 @@ class Host(ABC):
         ``labels`` say which tokens are targets, and with what weight: None, each but the first of a sequence, with 1.
         ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
         what `gradients` would return, right before the update; it must not change it, and judges the step itself.
+        ``company``: of adapters on replicas, what all of them train in the step; None: the plan is all.
 
         Raises EvenloadError, before the update, where `labels` and tokens have another number of targets; with
         ``inspect`` it does not. Raises it before the passes where the weights of the labels add up to 0, or to no
@@ -119,10 +122,10 @@ class Host(ABC):
         """
         clock = BusyClock(self.device, record=record)
         collector = LossCollector(len(plan.lengths), self.device, labels) if self.scores_steps else None
-        result = self.trained.run(Step(plan, tokens_of, labels, mark, clock, collector))
+        result = self.trained.run(Step(plan, tokens_of, labels, mark, clock, collector, company))
         summed = collector.summed() if collector else None
         if inspect is None:
-            _refuse_other_targets(result, labels)
+            _refuse_other_targets(result, labels if company is None else None)
         else:
             inspect(self.trained.gradients())
         mark(UPDATE)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ...core.errors import refuse_first
 from ...core.plan.action import Program
 from ...core.plan.step_plan import Slice, StepPlan
+from ...runtime.adapters.company import Company
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.measure.busy import BusyClock
@@ -42,6 +43,8 @@ class Step:
     clock: BusyClock
     collector: LossCollector | None = None
     """Takes down the losses of the sequences that are trained on; None: nobody asks for them."""
+    company: Company | None = None
+    """Of adapters, whose sequences the step has on all replicas; None: the plan has them all."""
 
 
 class Position(NamedTuple):

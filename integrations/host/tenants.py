@@ -12,42 +12,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.step_plan import StepPlan
 from ...runtime.adapters.adapters import Adapters
+from ...runtime.adapters.company import Company
 from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.labels import Labels
+from ...runtime.world.replicas import job_group
 from ..reference.textbook import AdamState
 from .scoring import LossCollector, Scores, scores_of
 from .step import Step
 from .trained import PassResult, StepResult, TenantResult, Trainable
 
 
-class Divided(NamedTuple):
-    """By what a tenant's losses are divided."""
-
-    num_targets: int
-    divisor: float
-    """As many, or what their weights add up to."""
-
-
-def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, Divided]:
-    """The targets of each tenant of a plan. Raises EvenloadError for a plan without tenants."""
+def company_of(plan: StepPlan, labels: Labels | None) -> Company:
+    """All sequences of a plan. Raises EvenloadError for a plan without tenants."""
     if not len(plan.tenants):
         what = "a plan without tenants reached a host that trains adapters"
         raise EvenloadError(what, f"{len(plan.lengths)} sequences", "plan draws whose sequences have tenants")
-    targets = np.maximum(plan.lengths - 1, 0) if labels is None else labels.targets
-    divisors = labels.weights.sums if labels and labels.weights else targets
-    owned = {int(tenant): plan.tenants == tenant for tenant in np.unique(plan.tenants)}
-    return {tenant: Divided(int(targets[own].sum()), float(divisors[own].sum())) for tenant, own in owned.items()}
+    return Company.of(plan.tenants, plan.lengths, labels)
+
+
+def scores_of_all(company: Company, own: Scores) -> Scores:
+    """Losses of the plan's sequences as those of all replicas. Collective."""
+    if job_group() is None:
+        return own
+    whole: Any = company.gathered({"losses": own.losses, "targets": own.targets})
+    return Scores(whole["losses"], whole["targets"])
 
 
 class Tenants(Trainable):
@@ -66,31 +63,28 @@ class Tenants(Trainable):
 
     def run(self, step: Step) -> StepResult:
         plan, clock = step.plan, step.clock
-        targets = targets_of_tenants(plan, step.labels)
-        self.begin(plan)
+        company = step.company or company_of(plan, step.labels)
+        self.adapters.begin(company.tenants, company.places)
         collector = LossCollector(len(plan.lengths), self._device)
         executed, branches = self._passes(step, collector)
         step.mark("gradient sum")
         with clock.noting("G"):
-            weights = step.labels.weights.sums if step.labels and step.labels.weights else None
-            tenants = self._of_tenants(plan, targets, collector.summed(), weights)
+            tenants = self._of_tenants(company, collector.summed())
         busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
-        count = sum(one.num_targets for one in targets.values())
+        count = sum(one.num_targets for one in tenants.values())
         return StepResult(self._loss(), count, busy.total_s, busy.forward_s, executed, branches, tenants=tenants)
 
-    def _of_tenants(
-        self, plan: StepPlan, targets: Mapping[int, Divided], summed: ToHost, weights: Floats | None
-    ) -> dict[int, TenantResult]:
-        """Sum the gradients, divide each by its tenant's divisor, and say what came of each tenant; ``weights``: what
-        those of each sequence's targets add up to. Collective. Passes run with the plain sum of token losses: a divisor
-        inside them would be rounded with every token."""
-        numbers = sorted(targets)
-        self.adapters.sum_gradients({number: one.divisor for number, one in targets.items()})
+    def _of_tenants(self, company: Company, summed: ToHost) -> dict[int, TenantResult]:
+        """Sum the gradients, divide each by its tenant's divisor, and say what came of each tenant. Collective. Passes
+        run with the plain sum of token losses: a divisor inside them would be rounded with every token."""
+        divisors, weights = company.divisors, company.weights
+        numbers = sorted(divisors)
+        self.adapters.sum_gradients({number: one.divisor for number, one in divisors.items()})
         norms = self.adapters.norms(numbers)  # with which the losses have come
-        scores = scores_of(summed)
+        scores = scores_of_all(company, scores_of(summed))
         self._results = {}
         for number in numbers:
-            own, (count, divisor) = plan.tenants == number, targets[number]
+            own, (count, divisor) = company.tenants == number, divisors[number]
             loss, norm = float(scores.losses[own].sum()) / (divisor or 1), norms[number]
             values = ("loss", loss), ("gradient", norm), ("sum of weights", divisor)
             bad = [what for what, value in values if not math.isfinite(value)]

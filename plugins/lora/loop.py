@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned
 from ...integrations.host.trained import TenantResult
-from ...runtime.world.agreement import everyone
+from ...runtime.world.agreement import agree, everyone
+from ...runtime.world.replicas import own_rank
 from ...training.early_end import EarlyEnd, reason_of, say_ended
 from ...training.garbage import Collect
 from ...training.job import logger
@@ -27,13 +29,16 @@ from .arrivals.job import TenantJob
 from .members import TenantTable
 from .records import saving
 from .records.output import LAST, Output
-from .records.rows import JobRow, Live, entry_of_step, tenant_row
+from .records.rows import JobRow, Live, ReplicaRow, entry_of_step, rows_of_replicas, tenant_row
 from .records.saving import Saved
+from .replicas import digest_of, whole_of
 from .state.drawing import TenantDrawing, own_draws
 from .state.status import leave_word
 from .state.tenant import ENDED, ActiveTenant
 from .sweeps.sweeps import Sweeps
 
+COMPARED_EVERY = 10
+"""Steps after which replicas compare the bits of their adapters."""
 _LOOK_AGAIN_S = 0.5
 """Between two looks into the folder while nobody trains."""
 
@@ -67,7 +72,7 @@ class TenantLoop:
             leave_word(job.folder, job.out)
         self.members = TenantTable(job, self._output, self._folder, saved)
         self.sweeps = Sweeps(job, self._output, self.members, write, saved.races if saved else None)
-        self._drawing = TenantDrawing(lambda: self.members.active)
+        self._drawing = TenantDrawing(lambda: self.members.active, job.replicas.part_of)
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0
         """Steps of the job so far."""
@@ -115,9 +120,12 @@ class TenantLoop:
         news = self._folder.look() if self._folder else News()
         self._job.watchdog.at("agreeing on tenants", self.step, waits=True)
         step_s = self.rows[-1].step_s if self.rows else 0.0
-        reports = everyone((news, faults, self._ending.stop_code(step_s)))
-        by_number = {number: text for _, rank, _ in reversed(reports) for number, text in rank.items()}
-        return Change(reports[0][0], by_number, reason_of(max(stop_code for _, _, stop_code in reports)))
+        own = news, faults, self._ending.stop_code(step_s), digest_of(planned.draw) if planned else b""
+        all_news, all_faults, stop_codes, digests = zip(*everyone(own, "job"), strict=True)
+        if len(set(digests)) > 1:
+            agree(digests[own_rank()], "batches", self.step, "job")
+        by_number = {number: text for of_rank in reversed(all_faults) for number, text in of_rank.items()}
+        return Change(all_news[0], by_number, reason_of(max(stop_codes)))
 
     def _apply(self, change: Change) -> None:
         """Let the members change. Collective."""
@@ -138,14 +146,18 @@ class TenantLoop:
         tenants = [self.members.of_number(number) for number in draws]
         rates = {tenant.number: tenant.rate for tenant in tenants}
         taken = measure_step(self._job, planned, self.step, record=False, rates=rates)
+        replicas, step_s = rows_of_replicas(planned, taken)
+        taken = replace(taken, step_s=step_s)
         self._exercised.note(planned.chain, planned.plan, None)
         self._drawing.trained()
         for tenant in tenants:
             result = taken.result.tenants[tenant.number]
             if not result.failed:
                 tenant.took(draws[tenant.number], result.loss, taken.step_s)
-        self._tell(planned, taken, tenants, rates)
+        self._tell(planned, taken, tenants, rates, replicas)
         self.step += 1
+        if replicas and self.step % COMPARED_EVERY == 0:
+            agree(self._job.host.adapters.digest().to_bytes(8, "big", signed=True), "adapters", self.step, "job")
         self._collect(self.step)
         self._end(tenants, taken.result.tenants)
         if self.step % self._job.recipe.checkpoint.every == 0:
@@ -179,11 +191,17 @@ class TenantLoop:
         return anybody
 
     def _tell(
-        self, planned: Planned, taken: MeasuredStep, tenants: Sequence[ActiveTenant], rates: Mapping[int, float]
+        self,
+        planned: Planned,
+        taken: MeasuredStep,
+        tenants: Sequence[ActiveTenant],
+        rates: Mapping[int, float],
+        replicas: Sequence[ReplicaRow],
     ) -> None:
         """Write what the step came to, of all and of each."""
-        sequences, num_tenants = len(planned.plan.lengths), len(own_draws(planned.draw))
-        row = JobRow.of(self.step, planned, taken, num_tenants=num_tenants, sequences=sequences)
+        lengths, num_tenants = whole_of(planned.draw).lengths, len(own_draws(planned.draw))
+        more = {"num_tenants": num_tenants, "sequences": len(lengths), "replicas": tuple(replicas)}
+        row = replace(JobRow.of(self.step, planned, taken, **more), tokens=int(lengths.sum()))
         self.rows.append(row)
         own = {t.name: tenant_row(t, planned, taken, rates[t.number]) for t in tenants}
         self._write(entry_of_step(row, own))

@@ -217,7 +217,7 @@ class TenantTable:
         """Whether a tenant has ended in an earlier run, which is then said of it. Collective."""
         if entrant.file in self.replaced or not self._job.recipe.checkpoint.resume or self._row_of(entrant):
             return False
-        past = from_first(lambda: self._output.past(entrant.name, entrant.digest))
+        past = from_first(lambda: self._output.past(entrant.name, entrant.digest), "job")
         if past is not None:
             self.ended[entrant.name] = past
             logger.info("tenant %s: %s in an earlier run, and is not trained again", entrant.name, past["state"])
@@ -234,7 +234,7 @@ class TenantTable:
         row = self._row_of(entrant)
         number = self.next_number if row is None else row["number"]
         with self._job.watchdog.working(f"opening the data of tenant {entrant.name}"):
-            opened = all_or_none(lambda: _tried(lambda: self._opened(entrant, number, row)))
+            opened = all_or_none(lambda: _tried(lambda: self._opened(entrant, number, row)), "job")
         _refuse_other_data(opened[0])
         self._refuse_too_large(opened[0])
         self.next_number = max(self.next_number, number + 1)
@@ -271,13 +271,12 @@ class TenantTable:
         admitted = [one for one in self.tenants if one.number in adapters.numbers] if beside else []
         longest = max(int(one.source.lengths.max()) for one in (tenant, *admitted))
         taken = sum(adapters.bytes_of(one.adapter) for one in (tenant, *admitted))
-        most = float(self._job.gather(taken).max())
-        return max(0.0, most - free_bytes(self._job.chain, longest))
+        return max(0.0, *everyone(taken - free_bytes(self._job.chain, longest), "job"))
 
 
 def _refuse_other_data(tenant: ActiveTenant) -> None:
     """Raise EvenloadError for a tenant whose ranks have read different samples. Collective."""
-    versions = len(set(everyone((tenant.data, tenant.scored))))
+    versions = len(set(everyone((tenant.data, tenant.scored), "job")))
     if versions > 1:
         do = "put the same files in the same place on every host"
         raise EvenloadError("ranks read different samples for this tenant", f"{versions} versions of its data", do)

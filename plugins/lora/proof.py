@@ -78,7 +78,7 @@ class _Proof:
             one.alone.plain = plain
             job.samples.sources[one.number] = one.tenant.source
             job.host.adapters.join(one.number, one.alone.adapter, one.tenant.config.train, one.state)
-        planner = job.planner(self._draw)
+        planner = job.planner(lambda: job.replicas.part_of(self._draw()))
         for number in numbers:
             step = ProofStep(job, number, planner.next(ahead=0), self._base, self._weights)
             self._proven.add(job.chain, step.planned.plan, proven_step(step, self._tenants))
@@ -109,7 +109,7 @@ def entrants_of(recipe: Recipe) -> Sequence[Entrant]:
     EvenloadError for a file that describes none."""
     if config_of(recipe).tenants is None:
         return list(_built_in(recipe))
-    files = from_first(lambda: Folder(folder_of_tenants(recipe)).look().came)
+    files = from_first(lambda: Folder(folder_of_tenants(recipe)).look().came, "job")
     for file in files:
         if file.error is not None:
             raise file.error

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.plan.step_plan import Lengths, StepPlan
-from ...core.planning.planner import Planned
+from ...core.plan.step_plan import Lengths
+from ...core.planning.planner import Draw, Planned
 from ...core.recipe.adapter import Adapter
 from ...integrations.host.trained import StepResult, TenantResult
 from ...integrations.reference.exactness import relative_error
@@ -26,6 +26,7 @@ from ...runtime.adapters.places import AdapterState
 from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone
+from ...runtime.world.replicas import job_group
 from ...training.drawing import Drawing
 from ...training.hosts import integration
 from ...training.proof.compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update
@@ -33,11 +34,16 @@ from ...training.proof.masking import half_masked
 from ...training.proof.steps import PRECISE, Proven, failures_of, fields_of_ranks
 from ...training.proof.weighing import BOTH, drawn_weights
 from .arrivals.job import TenantJob
+from .replicas import company_of, labels_of_part, tokens_of_part, whole_of
 from .state.drawing import next_of, own_draws
 from .state.tenant import ActiveTenant
 
 Batch = tuple[TokensOf, Lengths, Labels | None]
 """Tokens, lengths and labels of a tenant's own sequences."""
+
+
+UNLIKE_TP = 1e-6
+"""Relative: what tensor-parallel layers round to float32 in a float64 run differs by their number of ranks."""
 
 
 @dataclass
@@ -63,6 +69,9 @@ class TenantBeside:
     ) -> TenantBeside:
         alone = Alone(None, job.host.weights(), adapter, AdamW.of(start, tenant.config.train))
         tolerance = Tolerance.of(job.recipe.trainer, job.recipe.train.dtype)
+        if job.replicas.unlike_tp:
+            least = {key: max(getattr(tolerance, key), UNLIKE_TP) for key in ("gradient", "loss", "update")}
+            tolerance = replace(tolerance, **least)
         return cls(tenant, drawing, alone, start, tolerance, AdapterState(start, {}, {}, 0))
 
     @property
@@ -138,10 +147,16 @@ class ProofStep(NamedTuple):
     weighs: bool
     """Whether targets have drawn weights in the loss."""
 
+    @property
+    def batch(self) -> Draw:
+        """All sequences of the step, on all replicas."""
+        return whole_of(self.planned.draw)
+
     def labels(self, tokens_of: TokensOf) -> Labels | None:
-        """Labels of the step; in every second step half of the targets are masked, where each tenant keeps one."""
-        draw, seed, tenants = self.planned.draw, self.job.recipe.train.seed, self.planned.plan.tenants
-        labels = self.job.labels_of(draw)
+        """Labels of the batch; in every second step half of the targets are masked, where each tenant keeps one."""
+        draw, seed = self.batch, self.job.recipe.train.seed
+        labels, tenants = self.job.labels_of(draw), draw.tenants
+        assert tenants is not None
         if self.number % 2:
             masked = half_masked(labels, tokens_of, draw.samples, draw.lengths, seed)
             keeps = all(masked.targets[tenants == number].any() for number in own_draws(draw))
@@ -154,7 +169,7 @@ class ProofStep(NamedTuple):
 
 def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
     """Run a step of the job, and of each of its tenants alone, and compare. Collective."""
-    job, plan, draw, captured = step.job, step.planned.plan, step.planned.draw, dict[str, Tensor]()
+    job, plan, draw, captured = step.job, step.planned.plan, step.batch, dict[str, Tensor]()
     here = [one for one in tenants if one.number in own_draws(draw)]
     absent = [(one, job.host.adapters.state(one.number)) for one in tenants if one.number not in own_draws(draw)]
     tokens_of = job.tokens_of(draw)
@@ -162,31 +177,47 @@ def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
     job.watchdog.at("planned step", step.number)
     result = job.host.train_step(
         plan,
-        tokens_of,
+        tokens_of_part(step.planned.draw, tokens_of),
         lr={one.number: one.tenant.rate for one in here},
-        labels=labels,
+        labels=labels_of_part(step.planned.draw, labels),
         mark=lambda where: job.watchdog.at(where, step.number),
         inspect=captured.update,
+        company=company_of(step.planned.draw, labels),
     )
     errors, wrong = [], 0
     for one in here:
-        places = np.flatnonzero(plan.tenants == one.number)
+        places = np.flatnonzero(draw.tenants == one.number)
         wrong += int((draw.samples[places] != next_of(one.undisturbed).samples).sum())
         own = {n.partition(".")[2]: g for n, g in captured.items() if n.startswith(f"{one.number}.")}
         with job.watchdog.working(f"plain step of {one.tenant.name}", step.number):
-            batch = _own(plan, one.number, tokens_of, labels)
+            batch = _own(draw, one.number, tokens_of, labels)
             errors.append(one.compare(job, batch, result.tenants[one.number], own))
     over = [f"{one.tenant.name}, {text}" for one, of in zip(here, errors, strict=True) for text in of.over]
     over += [f"{one.tenant.name} had no data and has changed" for one, state in absent if _changed(job, one, state)]
     over += [f"weight {name} of the base has changed" for name in _moved(job, step.base)]
     job.watchdog.at("comparing", step.number, waits=True)
-    return _together(step, result, here, errors, over, wrong)
+    if len(set(everyone(job.host.adapters.digest(), "job"))) > 1:
+        over.append("replicas hold different adapters")
+    lengths = step.batch.lengths
+    whole = _of_replicas(_together(step, result, here, errors, over, wrong))
+    return replace(whole, sequences=len(lengths), tokens=int(lengths.sum()))
 
 
-def _own(plan: StepPlan, number: int, tokens_of: TokensOf, labels: Labels | None) -> Batch:
+def _of_replicas(own: Proven) -> Proven:
+    """A step of all replicas, of errors the worst. Collective over the job."""
+    parts = everyone(own, "job") if job_group() else [own]
+    worst = max(parts, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
+    most = ("loss_rel_err", "norm_rel_err", "update_rel_err", "tokens_missing", "tokens_repeated", "samples_wrong")
+    joined = ("not_finite", "over", "failed")
+    of_all: dict[str, Any] = {key: max(getattr(one, key) for one in parts) for key in most}
+    of_all |= {key: tuple(sorted({text for one in parts for text in getattr(one, key)})) for key in joined}
+    return replace(worst, **of_all, branches={name: 1 for one in parts for name in one.branches})
+
+
+def _own(draw: Draw, number: int, tokens_of: TokensOf, labels: Labels | None) -> Batch:
     """The sequences of one tenant, as a batch of its own."""
-    places = np.flatnonzero(plan.tenants == number).tolist()
-    return lambda i: tokens_of(places[i]), plan.lengths[places], part_of(labels, places)
+    places = np.flatnonzero(draw.tenants == number).tolist()
+    return lambda i: tokens_of(places[i]), draw.lengths[places], part_of(labels, places)
 
 
 def _changed(job: TenantJob, one: TenantBeside, before: AdapterState) -> bool:

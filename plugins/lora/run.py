@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import EvenloadError, refuse_first, shorten
 from ...core.input import reading
-from ...core.planning.chain import PlanChain
+from ...core.machine.replicas import refuse_other_size
 from ...core.recipe.recipe import Recipe
 from ...training.adapting import PlannedTenants, ProfiledBase, ProvenTenant
 from ...training.progress import Progress
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from ...training.job import VerbJob
 
 
-def preflight(recipe: Recipe, num_ranks: int | None, against: tuple[str, ...], *, proof: bool) -> PlanChain:
-    return preflights.preflight(recipe, num_ranks, against, needs_tenants=not proof).chain
+def preflight(recipe: Recipe, num_ranks: int | None, against: tuple[str, ...], *, proof: bool) -> int:
+    if (sizes := recipe.ranks_of_replicas) and num_ranks is not None:
+        refuse_other_size(sizes, num_ranks)
+    ready = preflights.preflights(recipe, num_ranks, against, needs_tenants=not proof)
+    return sum(one.chain.context.layout.world_size for one in ready)
 
 
 def train(recipe: Recipe, against: tuple[str, ...], progress: Progress) -> dict[str, Any] | None:

@@ -21,6 +21,16 @@ _TENANT: Columns = {
     "tokens": column("tokens", "{:,}".format),
     "time left": column("left_s", lambda left_s: "" if left_s is None else clock(left_s)),
 }
+_REPLICA: Columns = {
+    "replica": column("replica"),
+    "shape": lambda row: ", ".join(f"{key} {row[key]}" for key in ("tp", "pp", "dp")),
+    "cluster": column("cluster"),
+    "sequences": column("sequences", "{:,}".format),
+    "tokens": column("tokens", "{:,}".format),
+    "busy": column("busy_s", seconds),
+    "of the steps": column("busy_frac", percent),
+    "predicted": column("predicted_s", seconds),
+}
 _PLANNED: Columns = {
     "tenant": column("name"),
     "samples": column("samples", "{:.4g}".format),
@@ -69,7 +79,9 @@ def trained(result: dict[str, Any]) -> list[ResultTable]:
         ("adapters", summary["out"]),
     ]
     caption = "\n".join(f"{name} was left out: {why}" for name, why in result["refused"].items())
-    return [*standing(result), ResultTable("summary", ("", ""), rows, caption)]
+    about = ["busy: in passes, of each step the busiest rank; predicted: of whole steps, by the replica's plans"]
+    replicas = [_by_columns("replicas", _REPLICA, result["replicas"], about)] if result["replicas"] else []
+    return [*standing(result), *replicas, ResultTable("summary", ("", ""), rows, caption)]
 
 
 def planned(result: dict[str, Any]) -> list[ResultTable]:

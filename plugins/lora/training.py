@@ -21,7 +21,7 @@ from .arrivals.job import TenantJob, open_trainer
 from .arrivals.preflight import out_of, refuse_of_models, say_without_effect
 from .loop import TenantLoop
 from .records import saving
-from .records.rows import Live, totals
+from .records.rows import Live, totals, totals_of_replicas
 
 
 def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) -> dict[str, Any] | None:
@@ -33,12 +33,12 @@ def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) 
             if job.is_rank0:
                 say_without_effect(recipe)
             job.say_stock("train")
-            return _trained(job, progress)
+            return _trained(job, recipe, progress)
 
     return in_world(recipe, work)
 
 
-def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
+def _trained(job: TenantJob, asked: Recipe, progress: Progress) -> dict[str, Any]:
     saved = saving.resume(job)
     first = saved.step if saved else 0
     with ExitStack() as opened:
@@ -52,13 +52,14 @@ def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
     members, root = loop.members, job.recipe.checkpoint.dir
     checkpoint = last_good(root) if root else None
     return {
-        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+        "recipe": (asked if asked.parallel.replicas else job.recipe).model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
         "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
         "ended_early": loop.ended_early,
         "tenants": [*members.ended.values(), *(tenant.status() for tenant in members.tenants)],
         "refused": {name: str(error) for name, error in members.invalid_files.items()},
         "sweeps": list(loop.sweeps.rankings.values()),
+        "replicas": totals_of_replicas(loop.rows, job.replicas.chains),
         "steps": [asdict(row) for row in loop.rows],
     }
 

@@ -18,10 +18,12 @@ from ...core.aliases import Ints
 from ...core.errors import EvenloadError, nearest
 from ...core.recipe.adapter import Adapter, TenantTrain
 from ..world.agreement import everyone
+from ..world.replicas import JobGroup, job_group
+from .dropout import mixed
 from .hooks import Hooks
 from .peers import AdapterPeers
 from .places import A, AdaptedBlock, AdapterState, B
-from .tenant import TenantAdapter
+from .tenant import Matrix, TenantAdapter
 
 
 class Adapters:
@@ -115,13 +117,15 @@ class Adapters:
         self._hooks.forget()
         del self._tenants[number]
 
-    def begin(self, tenants: Ints) -> None:
-        """Before the passes of a step or of an evaluation: whose each sequence is [S]; gradients begin at zero."""
+    def begin(self, tenants: Ints, places: Ints | None = None) -> None:
+        """Before the passes of a step or of an evaluation: whose each sequence is [N]; gradients begin at zero.
+
+        ``places``: of the sequences that run here; None: all do."""
         seen = set(tenants.tolist())
         if strangers := sorted(seen - set(self._tenants)):
             what = "the plan has sequences of tenants that have no adapter here"
             raise EvenloadError(what, f"tenants {strangers}", "let them join before the step")
-        self._hooks.begin([self._tenants[number] for number in tenants.tolist()])
+        self._hooks.begin([self._tenants[number] for number in tenants.tolist()], places)
         for number in seen:
             self._tenants[number].gradients.zero_()
 
@@ -141,16 +145,56 @@ class Adapters:
         """Sum the gradients of tenants over all ranks, and divide each by its tenant's divisor, if that is not 0.
         Collective."""
         numbers = sorted(divisors)
-        self._peers.sum_over_owners([self._tenants[number].gradients for number in numbers])
+        job = job_group()
+        if job is None:
+            self._peers.sum_over_owners([self._tenants[number].gradients for number in numbers])
+        elif numbers:
+            self._add_up([self._tenants[number] for number in numbers], job)
         for number in numbers:
             self._tenants[number].gradients.div_(divisors[number] or 1)
 
+    def _add_up(self, tenants: Sequence[TenantAdapter], job: JobGroup) -> None:
+        """Sum gradients over the ranks of all replicas, whatever part of the model each has: every rank lays its parts
+        into whole matrices of zeros, which are summed and taken apart again. Collective over the job."""
+        wholes = [torch.zeros(self._size_of(tenant), dtype=self._dtype, device=self._device) for tenant in tenants]
+        parts = [part for one, flat in zip(tenants, wholes, strict=True) for part in self._parts_in(flat, one)]
+        for matrix, whole in parts:
+            if matrix.place.shares(matrix.kind) or self._peers.counts:
+                whole.copy_(matrix.gradient)
+        flat = torch.cat(wholes)
+        job.add_up(flat)
+        for summed, whole in zip(torch.split(flat, [len(one) for one in wholes]), wholes, strict=True):
+            whole.copy_(summed)
+        for matrix, whole in parts:
+            matrix.gradient.copy_(whole)
+
+    def _shapes(self, tenant: TenantAdapter) -> Iterator[tuple[str, tuple[int, int]]]:
+        """The matrices of a tenant in the whole model, by name."""
+        for name in sorted(tenant.adapter.targets(self.linears)):
+            (outputs, inputs), rank = self.sizes[name], tenant.adapter.rank_of(name)
+            yield f"{name}.{A}", (rank, inputs)
+            yield f"{name}.{B}", (outputs, rank)
+
+    def _size_of(self, tenant: TenantAdapter) -> int:
+        return sum(math.prod(shape) for _, shape in self._shapes(tenant))
+
+    def _parts_in(self, flat: Tensor, tenant: TenantAdapter) -> list[tuple[Matrix, Tensor]]:
+        """This rank's matrices of a tenant, each with its place in a whole buffer: a view."""
+        names, shapes = zip(*self._shapes(tenant), strict=True)
+        wholes = {
+            name: one.view(shape)
+            for name, shape, one in zip(names, shapes, torch.split(flat, [*map(math.prod, shapes)]), strict=True)
+        }
+        return [(one, one.place.part_of(wholes[one.name], one.kind)) for one in tenant.matrices]
+
     def norms(self, numbers: Sequence[int]) -> dict[int, float]:
-        """Norm of each tenant's summed gradient over the whole model, by number. Collective."""
+        """Norm of each tenant's summed gradient over the whole model, by number; the first replica's on all of them,
+        since another one adds up in another order. Collective."""
         if not numbers:
             return {}
         squares = torch.stack([self._tenants[number].squares(counts=self._peers.counts) for number in numbers])
-        return dict(zip(numbers, self._peers.sum_over_model(squares).sqrt().tolist(), strict=True))
+        norms = dict(zip(numbers, self._peers.sum_over_model(squares).sqrt().tolist(), strict=True))
+        return everyone(norms, "job")[0] if job_group() else norms
 
     @torch.no_grad()
     def update(self, rates: Mapping[int, float], norms: Mapping[int, float]) -> None:
@@ -162,6 +206,18 @@ class Adapters:
         if self._peers.num_owners > 1:
             for tenant, values in zip(moved, buffers, strict=True):
                 tenant.values.copy_(values)
+
+    def digest(self) -> int:
+        """A number of the bits of all adapters, the same wherever they are equal. Collective over the model."""
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[self._dtype.itemsize]
+        parts = [
+            mixed(matrix.value.detach().view(bits).long()).sum()
+            for number in self.numbers
+            for matrix in self._tenants[number].matrices
+            if matrix.place.shares(matrix.kind) or self._peers.counts
+        ]
+        total = torch.stack([torch.zeros((), dtype=torch.int64, device=self._device), *parts]).sum()
+        return int(self._peers.sum_over_model(total))
 
     def gradients(self, number: int) -> Mapping[str, Tensor]:
         """A tenant's gradient, whole, on every rank's CPU. Collective over the model."""

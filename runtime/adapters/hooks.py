@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...core.aliases import Ints
 from ..attention.copy_rows import copy_rows
 from ..attention.pack import Pack
 from .dropout import kept
@@ -40,17 +41,20 @@ class Hooks:
         self._running: list[_Running] = []
         self._hooks = [hook for block in blocks for hook in self._on(block)]
 
-    def begin(self, tenants: Sequence[TenantAdapter]) -> None:
-        """Take the adapter of the tenant of each sequence of the batch that runs next; none: the base alone runs."""
+    def begin(self, tenants: Sequence[TenantAdapter], places: Ints | None = None) -> None:
+        """Take the adapter of the tenant of each sequence of the batch that runs next; none: the base alone runs.
+
+        ``places``: of the sequences of the batch that run here; None: all do."""
         seen: dict[int, int] = {}
         numbers = []
         for tenant in tenants:
             numbers.append(seen.get(id(tenant), 0))
             seen[id(tenant)] = numbers[-1] + 1
-        self._numbers = numbers
+        here = range(len(tenants)) if places is None else places.tolist()
+        self._numbers = [numbers[place] for place in here]
         self._owner_of = _nobody
         if tenants:
-            self._owner_of = tenants.__getitem__
+            self._owner_of = [tenants[place] for place in here].__getitem__
 
     def follow(self, owner_of: Callable[[int], TenantAdapter | None]) -> None:
         """Take the adapter that this gives for each sequence; without dropout, as in evaluation."""

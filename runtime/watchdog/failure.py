@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from ...core.errors import EvenloadError, RankError
+from ..world.replicas import named
 
 _ECHOES = (
     "Connection closed by peer",
@@ -46,7 +47,7 @@ def raised(error: BaseException, rank: int, size: int, host: str, where: str) ->
     """The failure of a rank by its own error; with the traceback unless the error is one of ours, made to be read."""
     if isinstance(error, RankError):
         return Failure("raised", rank, rank, f"evenload: in '{where}': {error}")
-    what = f"evenload: rank {rank} of {size} ({host}) failed in '{where}': "
+    what = f"evenload: rank {named(rank)} of {size} ({host}) failed in '{where}': "
     if isinstance(error, EvenloadError):
         return Failure("raised", rank, rank, what + str(error)[:_MAX_TEXT], code=2)
     text = "".join(traceback.format_exception_only(error)).strip()
@@ -56,7 +57,7 @@ def raised(error: BaseException, rank: int, size: int, host: str, where: str) ->
 
 def gone(rank: int, size: int, printer: int, host: str, last_seen: str) -> Failure:
     """The failure of a rank whose heart stopped; `last_seen` says where it was and how exactly that is known."""
-    what = f"rank {rank} of {size} ({host}) is gone; {last_seen}"
+    what = f"rank {named(rank)} of {size} ({host}) is gone; {last_seen}"
     detail = "no heartbeat; it was killed or stopped, crashed, or holds the interpreter lock"
     do = "look for the out-of-memory killer in that host's kernel log, and at the end of that rank's output"
     return _failure("gone", rank, printer, what, detail, do)
@@ -66,18 +67,18 @@ def absent(rank: int, size: int, printer: int, waited_s: float) -> Failure:
     """The failure of a rank that never beat."""
     do = "look at the end of that rank's output, and whether all hosts got the same MASTER_ADDR, MASTER_PORT and "
     detail = f"no heartbeat of it in {waited_s:g} s"
-    return _failure("gone", rank, printer, f"rank {rank} of {size} did not come", detail, f"{do}WORLD_SIZE")
+    return _failure("gone", rank, printer, f"rank {named(rank)} of {size} did not come", detail, f"{do}WORLD_SIZE")
 
 
 def stuck(rank: int, size: int, host: str, where: str, why: str) -> Failure:
     """The failure of a rank that the others wait for; it prints where it stands itself."""
     do = "see above where it stands; if the work is just long, raise the limit `stuck_s`"
-    return _failure("stuck", rank, rank, f"rank {rank} of {size} ({host}) is stuck in '{where}'", why, do)
+    return _failure("stuck", rank, rank, f"rank {named(rank)} of {size} ({host}) is stuck in '{where}'", why, do)
 
 
 def left(rank: int, size: int, printer: int, host: str) -> Failure:
     """The failure of a rank that ended its work while others are in the midst of theirs."""
-    return _failure("gone", rank, printer, f"rank {rank} of {size} ({host}) ended early while others still work")
+    return _failure("gone", rank, printer, f"rank {named(rank)} of {size} ({host}) ended early while others still work")
 
 
 def store_lost(rank: int, printer: int, holder: str, last_seen: str, why: str) -> Failure:
@@ -89,7 +90,7 @@ def store_lost(rank: int, printer: int, holder: str, last_seen: str, why: str) -
 
 def suspended(rank: int, size: int, host: str, where: str, seconds: float) -> Failure:
     """The failure of a rank that was stopped itself, and finds that the others have ended meanwhile."""
-    what = f"rank {rank} of {size} ({host}) was held up for {seconds:.0f} s, and the others ended meanwhile"
+    what = f"rank {named(rank)} of {size} ({host}) was held up for {seconds:.0f} s, and the others ended meanwhile"
     detail = "its threads did not run: it was stopped, swapped out, or held the interpreter lock"
     do = "start the job again; the others' output says what they met"
     return _failure("gone", rank, rank, what, f"{detail}; it is in '{where}' now", do)

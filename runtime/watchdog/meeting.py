@@ -12,11 +12,13 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ...core.errors import RankError
+from ..world.replicas import JobGroup, join
 from . import marks
 from .attempt import agree_on_attempt, attempt
 from .store_client import within
@@ -29,10 +31,20 @@ _TRY_S = 0.1
 _ANSWER_S = 5.0
 
 
-def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s: float, gone_s: float) -> None:
+def meet(
+    backend: str,
+    rank: int,
+    size: int,
+    address: str,
+    port: int,
+    timeout_s: float,
+    gone_s: float,
+    replicas: Sequence[int] = (),
+) -> None:
     """Make the default process group. Collective.
 
     Args:
+        replicas: ranks of each replica, whose default group is its own; none, or one: the job is one world.
         timeout_s: after which a rank that does not come is given up, and a collective that a peer does not join fails.
         gone_s: after which one that has come and does not beat any more is gone.
 
@@ -66,6 +78,11 @@ def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s:
     shared = PrefixStore(f"default_pg/{attempt()}", store)
     with Watchdog(gone_s=gone_s, stuck_s=timeout_s, members=JobRanks(shared, rank, size)) as watchdog:
         watchdog.at(marks.CONNECTING)
+        if len(replicas) > 1:
+            group = JobGroup(shared, rank, replicas, timeout)
+            number, rank, size = group.place
+            join(group)
+            shared = PrefixStore(f"replica/{number}", shared)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=timeout)
 
 

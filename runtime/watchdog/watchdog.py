@@ -46,7 +46,9 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from ..world.agreement import rank_and_size
 from ..world.plane import Pending
+from ..world.replicas import JobGroup, job_group
 from . import failure as failures
 from . import marks
 from .attempt import attempt
@@ -63,7 +65,7 @@ _POST_S = 5.0
 _LAST_BEAT_S = 10.0
 """How long the last heartbeat may take where all went well."""
 
-_WAITING = {_get_default_store.__code__.co_filename, Pending.wait.__code__.co_filename}
+_WAITING = {one.__code__.co_filename for one in (_get_default_store, Pending.wait, JobGroup.everyone)}
 """Files whose functions wait for other ranks."""
 
 _watchdogs = itertools.count()
@@ -90,7 +92,7 @@ class Watchdog:
         stuck_s: the job hangs when no rank has made progress for so long. Longer than the longest step; what takes
             longer goes into `working`.
         every_s: between heartbeats; None takes 1 s, or 5 s on a file store, which keeps every beat (about 150 bytes).
-        members: None takes the default process group.
+        members: None takes the job, which is the default process group unless it has replicas.
     """
 
     def __init__(
@@ -147,7 +149,9 @@ class Watchdog:
         self._before, _current = _current, self
         members = self._members
         if members is None and dist.is_initialized():
-            members = JobRanks(_get_default_store(), dist.get_rank(), dist.get_world_size())
+            job = job_group()
+            own = (job.store, job.rank, job.size) if job else (_get_default_store(), *rank_and_size())
+            members = JobRanks(*own)
         if members is None or members.size == 1:
             return self
         store, self._rank, self._size = members

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from torch.distributed import distributed_c10d
 from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
 from ..attributes import with_attributes
+from .replicas import JobGroup, job_group
 
 Group = dist.ProcessGroup | None
+Scope = Group | Literal["job"]
+"""Who takes part: a group; None: the world, which is this replica's where a job has several; job: all its replicas."""
 Value = TypeVar("Value")
 
 before_first: Callable[[], None] | None = None
@@ -36,25 +39,32 @@ def _begin() -> None:
         before_first = None
 
 
-def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
+def _narrowed(scope: Scope) -> Group | JobGroup:
+    return (job_group() or None) if scope == "job" else scope
+
+
+def gather_bytes(payload: bytes, group: Scope = None) -> list[bytes]:
     """The payload of every rank of `group`, in group order. All ranks must give the same number of bytes."""
     if not dist.is_initialized():
         return [payload]
     _begin()
-    group = on_host(group)
+    narrowed = _narrowed(group)
+    if isinstance(narrowed, JobGroup):
+        return narrowed.gather_bytes(payload)
+    group = on_host(narrowed)
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     everyone = torch.empty(dist.get_world_size(group), len(payload), dtype=torch.uint8)
     dist.all_gather(list(everyone.unbind()), own, group=group)
     return [row.tobytes() for row in everyone.numpy()]
 
 
-def agree(digest: bytes, what: str, step: int) -> None:
-    """Return if every rank holds the same digest.
+def agree(digest: bytes, what: str, step: int, group: Scope = None) -> None:
+    """Return if every rank of `group` holds the same digest.
 
     Raises RankError: on every rank, with the same text; it names the ranks that differ from the majority, or all sides
     where there is none. `what` is a plural: "plans", "checkpoints".
     """
-    digests = gather_bytes(digest)
+    digests = gather_bytes(digest, group)
     if len(set(digests)) == 1:
         return
     sides = Counter(digests).most_common()
@@ -74,7 +84,7 @@ def agree(digest: bytes, what: str, step: int) -> None:
     )
 
 
-def first_error(error: str | None, group: Group = None) -> list[tuple[int, str]]:
+def first_error(error: str | None, group: Scope = None) -> list[tuple[int, str]]:
     """(rank, error) of every rank where something failed, lowest rank first; empty if it worked. Collective."""
     return [(rank, e) for rank, e in enumerate(everyone(error, group)) if e is not None]
 
@@ -84,17 +94,20 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def everyone(value: Value, group: Group = None) -> list[Value]:
+def everyone(value: Value, group: Scope = None) -> list[Value]:
     """The value of every rank of `group`, by rank. Collective."""
     if not dist.is_initialized():
         return [value]
     _begin()
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=on_host(group))
+    narrowed = _narrowed(group)
+    if isinstance(narrowed, JobGroup):
+        return narrowed.everyone(value)
+    values = [value] * dist.get_world_size(narrowed)
+    dist.all_gather_object(values, value, group=on_host(narrowed))
     return values
 
 
-def all_or_none(work: Callable[[], Value], group: Group = None) -> Value:
+def all_or_none(work: Callable[[], Value], group: Scope = None) -> Value:
     """What ``work`` gives on this rank; an EvenloadError of one rank is raised on all of them. Collective."""
     error: EvenloadError | None = None
     result: Any = None
@@ -112,11 +125,12 @@ def rows_of_all(own: Iterable[int]) -> list[Ranks]:
     return sorted(set(everyone(tuple(own))))
 
 
-def from_first(work: Callable[[], Value], group: Group = None) -> Value:
+def from_first(work: Callable[[], Value], group: Scope = None) -> Value:
     """What rank 0 computes, on every rank; an error there is raised on all of them. Collective; ``group``: of all."""
     result: Any = None
     error: EvenloadError | None = None
-    if rank_and_size()[0] == 0:
+    narrowed = _narrowed(group)
+    if (narrowed.rank if isinstance(narrowed, JobGroup) else rank_and_size()[0]) == 0:
         try:
             result = work()
         except EvenloadError as caught:
@@ -124,9 +138,11 @@ def from_first(work: Callable[[], Value], group: Group = None) -> Value:
         except Exception as caught:
             error = RankError(f"rank 0 failed: {type(caught).__name__}: {caught}")
     outcome = [result, error]
-    if dist.is_initialized():
+    if isinstance(narrowed, JobGroup):
+        outcome = everyone(outcome, "job")[0]
+    elif dist.is_initialized():
         _begin()
-        dist.broadcast_object_list(outcome, src=0, group=on_host(group))
+        dist.broadcast_object_list(outcome, src=0, group=on_host(narrowed))
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]

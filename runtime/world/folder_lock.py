@@ -58,7 +58,7 @@ def file_lock(path: Path) -> Iterator[None]:
 def _held(locks: Mapping[Path, Path]) -> Iterator[list[TextIO]]:
     held: list[TextIO] = []
     try:
-        from_first(lambda: held.extend(filter(None, itertools.starmap(_locked, locks.items()))))
+        from_first(lambda: held.extend(filter(None, itertools.starmap(_locked, locks.items()))), "job")
         yield held
     finally:
         for file in held:

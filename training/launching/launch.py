@@ -84,8 +84,7 @@ def _checked(work: RankWork, recipe: Recipe, num_ranks: int | None, against: tup
     if not work.needs_data:
         return recipe.layout(num_ranks).world_size
     if recipe.adapts:
-        chain = adapter_training(recipe).preflight(recipe, num_ranks, against, proof=work is VERIFY)
-        return chain.context.layout.world_size
+        return adapter_training(recipe).preflight(recipe, num_ranks, against, proof=work is VERIFY)
     chain = preflight(recipe, num_ranks).chain
     for name in against:
         chain.rivals.offer(name)

@@ -22,13 +22,15 @@ from ....core.planning.stock import UNCAPPED
 from ....core.recipe.recipe import Recipe
 from ....data.samples.cut import IGNORE
 from ....data.sources import Source
+from ....runtime.adapters.company import Company
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
 from ....runtime.world.world import World
 from ....training.job import VerbJob, host_until_end, labels_of
+from ..replicas import Replicas, company_of, without_targets
 from ..state.drawing import labels_in
-from .preflight import config_of, folder_of_tenants, out_of, preflight
+from .preflight import config_of, folder_of_tenants, out_of, preflights
 
 
 class TenantSamples:
@@ -69,6 +71,8 @@ class TenantSamples:
     def labels_of(self, draw: Draw) -> Labels | None:
         """The targets of a batch, likewise; None where every token is one, and their weights 1."""
         labels, kept = labels_of(draw, lambda index: self._source(draw, index)), self._labels
+        if draw.part and not draw.part.counts:
+            return without_targets(draw)
         if labels is None or draw is not self._draw:
             return labels
         return labels._replace(of=lambda index: kept[index] if index in kept else labels.of(index))
@@ -96,6 +100,8 @@ class TenantJob(VerbJob):
     """What the loop of tenants works with on each rank."""
 
     samples: TenantSamples = field(default_factory=TenantSamples)
+    replicas: Replicas = field(default_factory=lambda: Replicas(()))
+    """Of the job, each with planners of its own."""
 
     @property
     def folder(self) -> Path:
@@ -118,15 +124,19 @@ class TenantJob(VerbJob):
     def labels_of(self, draw: Draw) -> Labels | None:
         return self.samples.labels_of(draw)
 
+    def company_of(self, draw: Draw) -> Company | None:
+        return company_of(draw)
+
 
 @contextmanager
 def open_trainer(
     recipe: Recipe, world: World, watchdog: Watchdog, *, needs_tenants: bool = True
 ) -> Iterator[TenantJob]:
     """Open the trainer on the ranks of a world. Collective."""
-    ready = preflight(recipe, world.size, needs_tenants=needs_tenants)
-    with host_until_end(ready.recipe, world, watchdog) as host:
-        yield TenantJob(ready.recipe, world, host, ready.chain, watchdog)
+    ready = preflights(recipe, needs_tenants=needs_tenants, world_size=world.size)
+    own, replicas = ready[world.replica], Replicas([one.chain for one in ready], world.replica)
+    with host_until_end(own.recipe, world, watchdog) as host:
+        yield TenantJob(own.recipe, world, host, own.chain, watchdog, replicas=replicas)
 
 
 def free_bytes(chain: PlanChain, longest: int) -> float:

@@ -23,14 +23,22 @@ class TenantPreflight(NamedTuple):
     chain: PlanChain
 
 
-def preflight(
+def preflights(
     recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = (), *, needs_tenants: bool = True
-) -> TenantPreflight:
-    """Check trainer, layout and base, and, if any are needed, that there is a folder of tenants. Raises EvenloadError;
-    starts nothing."""
+) -> list[TenantPreflight]:
+    """Check trainer, layout and base of each replica, and, if any are needed, that there is a folder of tenants. Raises
+    EvenloadError; starts nothing.
+
+    ``world_size``: of a job of one replica; others say theirs."""
     refuse_of_models(recipe, against)
     if needs_tenants:
         _refuse_no_tenant(recipe)
+    if not recipe.parallel.replicas:
+        return [_preflight(recipe, world_size)]
+    return [_preflight(own, None) for own in recipe.of_replicas]
+
+
+def _preflight(recipe: Recipe, world_size: int | None) -> TenantPreflight:
     recipe, layout = runnable(recipe, world_size)
     if recipe.model.vocab_size is None:
         what = "nobody says how large the vocabulary of the base is"

@@ -78,7 +78,7 @@ class Output:
         state = state or self._job.host.adapters.state(tenant.number)
         base = self._job.recipe.model.weights
         folder = self.folder(tenant) / name
-        from_first(lambda: write_adapter(folder, tenant.adapter, state.weights, str(base) if base else None))
+        from_first(lambda: write_adapter(folder, tenant.adapter, state.weights, str(base) if base else None), "job")
 
     def gone(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """How a tenant of a checkpoint's row stands whose file was removed while no job ran."""

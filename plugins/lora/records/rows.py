@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ....core.planning.chain import PlanChain
+from ....core.planning.judge import outcome_of
 from ....core.planning.planner import Draw, Planned
 from ....data.mixed import MixedSource
 from ....data.sources import Source
 from ....integrations.host.trained import TenantResult
+from ....runtime.world.agreement import everyone
+from ....runtime.world.replicas import job_group
 from ....training.drawing import num_waiting
 from ....training.metrics import MeasuredStep, StepMeasures, domain_losses, rates_of, sums_of
 from ....training.progress import Progress
 from ....training.run.writers import Entry
 from ..state.drawing import own_draws
 from ..state.tenant import ENDED, ActiveTenant
+
+
+class ReplicaRow(NamedTuple):
+    """What one of several replicas did in a step."""
+
+    replica: int
+    sequences: int
+    tokens: int
+    busy_s: float
+    """Of its busiest rank, in passes."""
+    predicted_s: float
+    """What its plan was to take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +41,22 @@ class JobRow(StepMeasures):
     num_tenants: int
     """That took part."""
     sequences: int
+    replicas: tuple[ReplicaRow, ...] = ()
+    """Where there are several."""
+
+
+def rows_of_replicas(planned: Planned, taken: MeasuredStep) -> tuple[list[ReplicaRow], float]:
+    """A row a replica of a job of several, and the seconds of the slowest. Collective over the job."""
+    job, part = job_group(), planned.draw.part
+    if job is None or part is None:
+        return [], taken.step_s
+    lengths = planned.plan.lengths[: len(planned.plan.lengths) if part.counts else 0]
+    predicted_s = outcome_of(planned.plan, planned.chain.context).step_s
+    busy_s = float(taken.busy_s.max()) if taken.busy_s.size else 0.0
+    own = ReplicaRow(job.place.replica, len(lengths), int(lengths.sum()), busy_s, predicted_s)
+    of_ranks = everyone((own, taken.step_s), "job")
+    by_replica = {row.replica: row for row, _ in reversed(of_ranks)}
+    return [by_replica[number] for number in sorted(by_replica)], max(step_s for _, step_s in of_ranks)
 
 
 def tenant_row(tenant: ActiveTenant, planned: Planned, taken: MeasuredStep, rate: float) -> dict[str, Any]:
@@ -55,12 +87,30 @@ def _of_domains(source: Source, draw: Draw, result: TenantResult) -> dict[str, A
 
 def entry_of_step(row: JobRow, own: Mapping[str, Mapping[str, Any]]) -> Entry:
     """What logs get of a step; ``own``: of each tenant, by name."""
-    scalars = {f"evenload/{key}": value for key, value in asdict(row).items() if key != "step"}
+    numbers_of = {key: value for key, value in asdict(row).items() if key not in ("step", "replicas")}
+    scalars = {f"evenload/{key}": value for key, value in numbers_of.items()}
     for name, numbers in own.items():
         shown = {key: value for key, value in numbers.items() if isinstance(value, (int, float)) and key != "step"}
         shown |= {f"domains/{domain}/loss": own["loss"] for domain, own in numbers.get("domains", {}).items()}
         scalars |= {f"evenload/tenants/{name}/{key}": value for key, value in shown.items()}
+    scalars |= {f"evenload/replicas/{one.replica}/busy_s": one.busy_s for one in row.replicas}
     return Entry(row.step, scalars, {**asdict(row), "tenants": {name: dict(numbers) for name, numbers in own.items()}})
+
+
+def totals_of_replicas(rows: Sequence[JobRow], chains: Sequence[PlanChain]) -> list[dict[str, Any]]:
+    """What each replica came to over all steps; nothing where there is one."""
+    steps = [row.replicas for row in rows if row.replicas]
+    total_s = sum(row.step_s for row in rows if row.replicas)
+    return [
+        {
+            "replica": number,
+            **{key: getattr(chains[number].context.layout, key) for key in ("tp", "pp", "dp")},
+            "cluster": chains[number].context.cluster.name,
+            **{key: sum(getattr(row, key) for row in own) for key in ("sequences", "tokens", "busy_s", "predicted_s")},
+            "busy_frac": sum(row.busy_s for row in own) / total_s,
+        }
+        for number, own in enumerate(zip(*steps, strict=True))
+    ]
 
 
 def totals(rows: Sequence[JobRow]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ....core.errors import EvenloadError
 from ....data.content import are_same
 from ....integrations.huggingface.folders.adapters import read_adapter, write_adapter
 from ....runtime.adapters.places import AdapterState
+from ....runtime.world.agreement import all_or_none
 from ....training.checkpoint import checkpoints
 from ....training.job import logger
 from ..arrivals.job import TenantJob
@@ -75,8 +76,13 @@ def save(
                 _write(directory / name, kept[name], state, job.recipe.model.weights)
 
     state = {"tenants": rows, "recipe": job.recipe.model_dump(mode="json"), **more}
+
+    def save_all() -> None:
+        if job.world.replica == 0:  # the others hold the same adapters
+            checkpoints.save(root, step, state, write, job.recipe.checkpoint.keep)
+
     with job.watchdog.working("saving the checkpoint", step):
-        checkpoints.save(root, step, state, write, job.recipe.checkpoint.keep)
+        all_or_none(save_all, "job")
 
 
 def resume(job: TenantJob) -> Saved | None:

@@ -35,10 +35,13 @@ class _Before(NamedTuple):
 
 
 class TenantDrawing:
-    """Gives the next `Draw` of the tenants that ``active`` names, each time it is called."""
+    """Gives the next `Draw` of the tenants that ``active`` names, each time it is called: what ``part_of`` it is this
+    replica's."""
 
-    def __init__(self, active: Callable[[], Iterable[ActiveTenant]]) -> None:
-        self._active = active
+    def __init__(
+        self, active: Callable[[], Iterable[ActiveTenant]], part_of: Callable[[Draw], Draw] = lambda draw: draw
+    ) -> None:
+        self._active, self._part_of = active, part_of
         self._open: list[list[_Before]] = []
         """Of batches that were drawn and not trained on, from the oldest to the newest."""
 
@@ -55,7 +58,7 @@ class TenantDrawing:
     def __call__(self) -> Draw:
         tenants = [tenant for tenant in self._active() if self._draws(tenant)]
         self._open.append([_Before(tenant, copy.copy(tenant.drawing)) for tenant in tenants])
-        return union({tenant.number: next_of(tenant.drawing) for tenant in tenants})
+        return self._part_of(union({tenant.number: next_of(tenant.drawing) for tenant in tenants}))
 
     def trained(self) -> None:
         """The oldest of the open batches was trained on."""

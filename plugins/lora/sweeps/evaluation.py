@@ -20,10 +20,11 @@ from ....core.planning.forward_only import forward_only
 from ....core.planning.planner import Draw, Planned
 from ....data.sources import Source, targets_of
 from ....integrations.host.scoring import Scores
+from ....integrations.host.tenants import scores_of_all
 from ....runtime.world.agreement import everyone
 from ....training.drawing import held_out_batches
-from ....training.job import VerbJob
-from ..arrivals.job import TenantSamples
+from ..arrivals.job import TenantJob, TenantSamples
+from ..replicas import company_of, whole_of
 from ..tenant_file import Evaluate
 
 
@@ -69,7 +70,7 @@ def union_of(due: Sequence[HeldOut]) -> list[Draw]:
 class Evaluations:
     """Scores tenants of a job, all ranks together."""
 
-    def __init__(self, job: VerbJob) -> None:
+    def __init__(self, job: TenantJob) -> None:
         self._job, self._samples = job, TenantSamples()
         self._waiting: deque[Draw] = deque()
         self._planner = job.planner(self._waiting.popleft, forward_only(job.chain))
@@ -93,7 +94,7 @@ class Evaluations:
         numbers = tuple(one.number for one in due)
         if self._plans[0] != numbers:
             self._job.watchdog.at("waiting for the plan of an evaluation", step)
-            self._waiting.extend(union_of(due))
+            self._waiting.extend(map(self._job.replicas.part_of, union_of(due)))
             self._plans = numbers, [self._planner.next(ahead=left - 1) for left in range(len(self._waiting), 0, -1)]
         return self._plans[1]
 
@@ -103,7 +104,7 @@ class Evaluations:
         for planned in plans:
             faults = self._samples.read(planned, job.host.dp_cp_rank)
             job.watchdog.at("agreeing on the samples of an evaluation", step, waits=True)
-            if any(reports := everyone(faults)):
+            if any(reports := everyone(faults, "job")):
                 return [], {number: text for of_rank in reversed(reports) for number, text in of_rank.items()}
             scores = job.host.score(
                 planned.plan,
@@ -111,7 +112,8 @@ class Evaluations:
                 labels=self._samples.labels_of(planned.draw),
                 mark=lambda where: job.watchdog.at(f"evaluation, {where}", step),
             )
-            parts.append((planned.draw, scores))
+            company = company_of(planned.draw)
+            parts.append((whole_of(planned.draw), scores_of_all(company, scores) if company else scores))
         return parts, {}
 
 

@@ -133,7 +133,7 @@ class Sweeps:
         if name in self._members.replaced:
             state = None
         elif state is None and any(trial.name in self._members.ended for trial in sweep.trials):
-            state = from_first(lambda: race_in(self._job.out, name, digest))
+            state = from_first(lambda: race_in(self._job.out, name, digest), "job")
         steps = trials[0].steps if trials else sweep.trials[0].tenant.train.steps
         self._races[name] = Race(sweep, digest, steps, state)
 

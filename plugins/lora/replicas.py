@@ -1,0 +1,103 @@
+"""Which replica of a job trains which sequences of a step, and what they make of it together (LobRA, arXiv 2509.01193).
+
+Every rank deals every batch by itself: the draw, the replicas' costs and nothing else decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.planning.chain import PlanChain
+from ...core.planning.planner import BatchPart, Draw
+from ...data.samples.cut import IGNORE
+from ...runtime.adapters.company import Company
+from ...runtime.attention.labels import Labels, part_of
+from ...runtime.attention.pack import TokensOf
+
+
+class Replicas(NamedTuple):
+    """All replicas of a job, and which of them this process is of."""
+
+    chains: Sequence[PlanChain]
+    """Of each one's shape, machine and costs."""
+    own: int = 0
+
+    @property
+    def unlike_tp(self) -> bool:
+        """Whether tensor-parallel degrees differ, and with them what such layers round."""
+        return len({chain.context.layout.tp for chain in self.chains}) > 1
+
+    def part_of(self, draw: Draw) -> Draw:
+        """What this replica trains of a batch. One to whom nothing is dealt runs a copy of the shortest sequence, for
+        no target: ranks that have no pass at all are in no plan."""
+        if len(self.chains) == 1:
+            return draw
+        dealt = self._dealt(draw.lengths)
+        places = np.flatnonzero(dealt == self.own)
+        counts = bool(len(places))
+        if not counts:
+            places = np.array([int(draw.lengths.argmin())])
+        return draw.at(places)._replace(part=BatchPart(draw, places, counts))
+
+    def _dealt(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        seconds = np.stack(
+            [c.context.costs.sequence_s(lengths) / c.context.layout.dp_cp_size for c in self.chains], axis=1
+        )
+        done = np.zeros(len(self.chains))
+        dealt = np.zeros(len(lengths), np.int64)
+        for place in np.argsort(-lengths, kind="stable"):
+            dealt[place] = np.argmin(done + seconds[place])
+            done[dealt[place]] += seconds[place, dealt[place]]
+        return dealt
+
+
+def company_of(draw: Draw, labels: Labels | None = None) -> Company | None:
+    """What all replicas train where a draw is the part of one; ``labels``: of the whole batch, where they are not what
+    the draw says."""
+    if (part := draw.part) is None:
+        return None
+    whole = part.whole
+    assert whole.tenants is not None
+    if labels is None:
+        company = Company(whole.tenants, whole.num_targets, whole.weight_sums, part.places, part.counts)
+    else:
+        company = Company.of(whole.tenants, whole.lengths, labels)
+    return company._replace(places=part.places, counts=part.counts)
+
+
+def whole_of(draw: Draw) -> Draw:
+    """The batch of which a draw is one replica's part; itself where it is all."""
+    return draw.part.whole if draw.part else draw
+
+
+def labels_of_part(draw: Draw, labels: Labels | None) -> Labels | None:
+    """Of the labels of the whole batch those of a replica's part."""
+    if draw.part is None:
+        return labels
+    return part_of(labels, draw.part.places.tolist()) if draw.part.counts else without_targets(draw)
+
+
+def without_targets(draw: Draw) -> Labels:
+    """The labels of sequences that run for nothing."""
+    lengths = draw.lengths
+    return Labels(lambda index: np.full(lengths[index], IGNORE), np.zeros(len(lengths), np.int64))
+
+
+def tokens_of_part(draw: Draw, tokens_of: TokensOf) -> TokensOf:
+    """Reads the sequences of a replica's part; ``tokens_of`` reads those of the whole batch."""
+    part = draw.part
+    return (lambda index: tokens_of(int(part.places[index]))) if part else tokens_of
+
+
+def digest_of(draw: Draw) -> bytes:
+    """What all replicas have to agree on of a step: the whole batch, sequence by sequence."""
+    whole = whole_of(draw)
+    assert whole.tenants is not None
+    parts = whole.samples, whole.lengths, whole.tenants, whole.num_targets
+    flat = b"".join(np.asarray(one, np.int64).tobytes() for one in parts)
+    return hashlib.blake2b(flat, digest_size=16).digest()

@@ -1,0 +1,63 @@
+"""The sequences of a step by their tenants, those that other replicas compute among them.
+
+A tenant's loss is divided by all of its targets, and its dropout goes by the place of a sample among all of its own:
+neither depends on who computes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.aliases import Floats, Ints
+from ...core.plan.step_plan import Lengths
+from ..attention.labels import Labels
+from ..world.agreement import everyone
+
+
+class Divided(NamedTuple):
+    """By what a tenant's losses are divided."""
+
+    num_targets: int
+    divisor: float
+    """As many, or what their weights add up to."""
+
+
+class Company(NamedTuple):
+    """See the module; N: sequences of the step, on all replicas."""
+
+    tenants: Ints
+    """Number of each sequence's tenant [N]."""
+    targets: Ints
+    """Of each sequence [N]."""
+    weights: Floats | None
+    """What the weights of these add up to [N]; None: each is 1."""
+    places: Ints
+    """Of the plan's sequences among them."""
+    counts: bool = True
+    """Whether the plan's sequences are its replica's to train; else they are copies, and have no targets here."""
+
+    @classmethod
+    def of(cls, tenants: Ints, lengths: Lengths, labels: Labels | None) -> Company:
+        """All sequences of a step, in the order of a plan of them all."""
+        targets = np.maximum(lengths - 1, 0) if labels is None else labels.targets
+        weights = labels.weights.sums if labels and labels.weights else None
+        return cls(tenants, targets, weights, np.arange(len(lengths)))
+
+    @property
+    def divisors(self) -> dict[int, Divided]:
+        """By tenant."""
+        sums = self.targets if self.weights is None else self.weights
+        owned = {int(tenant): self.tenants == tenant for tenant in np.unique(self.tenants)}
+        return {one: Divided(int(self.targets[own].sum()), float(sums[own].sum())) for one, own in owned.items()}
+
+    def gathered(self, own: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
+        """Values of the plan's sequences, the same on every rank of a replica, as those of all N. Collective."""
+        whole = {key: np.zeros(len(self.tenants), values.dtype) for key, values in own.items()}
+        for places, values in everyone((self.places if self.counts else self.places[:0], own), "job"):
+            for key in whole:
+                whole[key][places] = values[key][: len(places)]
+        return whole
