@@ -94,7 +94,9 @@ class Draw(NamedTuple):
     def at(self, places: Ints) -> Draw:
         """The sequences at these places of the batch."""
         of_sequences = ("samples", "lengths", "targets", "tenants", "groups", "trunks", "domain", "own_sums")
-        own: dict[str, Any] = {key: None if (value := getattr(self, key)) is None else value[places] for key in of_sequences}
+        own: dict[str, Any] = {
+            key: None if (value := getattr(self, key)) is None else value[places] for key in of_sequences
+        }
         weight = self.weight if np.ndim(self.weight) == 0 else np.asarray(self.weight)[places]
         return self._replace(**own, weight=weight)
 

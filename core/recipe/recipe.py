@@ -159,9 +159,10 @@ class Recipe(Section):
 
     def _of_replica(self, number: int) -> Recipe:
         own = (self.parallel.replicas or ())[number].model_dump(mode="json", exclude_none=True)
-        machine: dict[str, Any] = {key: own.pop(key) for key in ("cluster", "costs") if key in own}
+        elsewhere = {"cluster": "cluster", "costs": "costs", "zero_stage": "deepspeed.zero_stage"}
+        changes: dict[str, Any] = {place: own.pop(key) for key, place in elsewhere.items() if key in own}
         try:
-            return self.changed({"parallel": own, **machine})
+            return self.changed({"parallel": own, **changes})
         except EvenloadError as error:
             raise EvenloadError(f"parallel.replicas, replica {number}: {error.what}", error.found, error.do) from error
 

@@ -224,6 +224,8 @@ class Replica(Section):
     """As cluster, where its machines are others than the recipe's."""
     costs: str | None = None
     """As costs, where its machines are others than the recipe's."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """As deepspeed.zero_stage, where it is another than the recipe's."""
 
     @property
     def num_ranks(self) -> int:

@@ -244,7 +244,7 @@ class TenantTable:
         self, entrant: Entrant, number: int, row: Mapping[str, Any] | None
     ) -> tuple[ActiveTenant, AdapterState | None]:
         job, order = self._job, (row["order"] or None) if row else None
-        tenant, weights = open_tenant(entrant, number, job.recipe, job.chain, order)
+        tenant, weights = open_tenant(entrant, number, job.recipe, job.replicas.chains, order)
         state = None
         if weights is not None:
             sizes = job.host.adapters.sizes

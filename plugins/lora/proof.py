@@ -126,7 +126,7 @@ def _built_in(recipe: Recipe) -> Iterator[Entrant]:
 
 
 def _beside(entrant: Entrant, number: int, job: TenantJob) -> TenantBeside:
-    tenant, weights = open_tenant(entrant, number, job.recipe, job.chain)
+    tenant, weights = open_tenant(entrant, number, job.recipe, job.replicas.chains)
     adapter, train = tenant.adapter.model_copy(update={"lora_dropout": 0.0}), tenant.config.train
     adapters = job.host.adapters
     adapters.join(number, adapter, train, AdapterState(weights, {}, {}, 0) if weights else None)

@@ -6,12 +6,16 @@ Every rank deals every batch by itself: the draw, the replicas' costs and nothin
 from __future__ import annotations
 
 import hashlib
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.aliases import Ints
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import BatchPart, Draw
 from ...data.samples.cut import IGNORE
@@ -20,12 +24,28 @@ from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
 
 
-class Replicas(NamedTuple):
-    """All replicas of a job, and which of them this process is of."""
+class Reach:
+    """The longest sequence that a chain can plan, found as it is asked for."""
 
-    chains: Sequence[PlanChain]
-    """Of each one's shape, machine and costs."""
-    own: int = 0
+    def __init__(self, chain: PlanChain) -> None:
+        self._chain, self._holds, self._fails = chain, 0, math.inf
+
+    def holds(self, length: int) -> bool:
+        if self._holds < length < self._fails:
+            try:
+                self._chain.plan(as_lengths([length]))
+                self._holds = length
+            except EvenloadError:
+                self._fails = length
+        return length <= self._holds
+
+
+class Replicas:
+    """All replicas of a job, by their planners, and which of them this process is of."""
+
+    def __init__(self, chains: Sequence[PlanChain], own: int = 0) -> None:
+        self.chains, self.own = chains, own
+        self._reaches = [Reach(chain) for chain in chains]
 
     @property
     def unlike_tp(self) -> bool:
@@ -48,12 +68,23 @@ class Replicas(NamedTuple):
         seconds = np.stack(
             [c.context.costs.sequence_s(lengths) / c.context.layout.dp_cp_size for c in self.chains], axis=1
         )
+        for number, reach in enumerate(self._reaches):
+            longest = longest_held(reach, np.unique(lengths))
+            seconds[lengths > longest, number] = np.inf
         done = np.zeros(len(self.chains))
         dealt = np.zeros(len(lengths), np.int64)
         for place in np.argsort(-lengths, kind="stable"):
             dealt[place] = np.argmin(done + seconds[place])
             done[dealt[place]] += seconds[place, dealt[place]]
         return dealt
+
+
+def longest_held(reach: Reach, lengths: Ints) -> int:
+    """The last of ascending lengths that a replica can plan; 0: none."""
+    if not len(lengths) or reach.holds(int(lengths[-1])):
+        return int(lengths.max(initial=0))
+    held = bisect_left(lengths.tolist(), True, key=lambda length: not reach.holds(length))
+    return int(lengths[held - 1]) if held else 0
 
 
 def company_of(draw: Draw, labels: Labels | None = None) -> Company | None:

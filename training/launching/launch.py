@@ -25,6 +25,7 @@ from typing import Any
 
 from ...core.errors import EvenloadError, RankError
 from ...core.input.bounds import LOCAL_RANKS
+from ...core.machine.replicas import named_rank
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sections import Safety
 from ...runtime.files import refuse_taken
@@ -76,7 +77,7 @@ def on_ranks(
     if size > LOCAL_RANKS:
         do = f"start them with torchrun -m evenload {work.verb} on several machines"
         raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
-    return launch(words, size, recipe.safety, progress)
+    return launch(words, size, recipe.safety, progress, recipe.ranks_of_replicas)
 
 
 def _checked(work: RankWork, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
@@ -91,8 +92,15 @@ def _checked(work: RankWork, recipe: Recipe, num_ranks: int | None, against: tup
     return chain.context.layout.world_size
 
 
-def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: Progress = silent) -> dict[str, Any]:
-    """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
+def launch(
+    arguments: Sequence[str],
+    num_ranks: int,
+    safety: Safety,
+    progress: Progress = silent,
+    replicas: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result; ``replicas``: ranks
+    of each, where there are several.
 
     Raises RanksFailed where the ranks have said themselves what went wrong, or where they were told to end before their
     first step, else RankError.
@@ -111,7 +119,10 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
             of_first = {STORE_SOCKET: store, PROGRESS_SOCKET: other_end}
             ranks += [_start(arguments, rank, num_ranks, shared, of_first) for rank in range(num_ranks)]
         try:
-            verdict = _wait(ranks, Path(places), safety, partial(pass_on_progress, own_end, progress))
+            look = partial(pass_on_progress, own_end, progress)
+            verdict = _wait(
+                ranks, Path(places), safety, look, [named_rank(replicas, rank) for rank in range(num_ranks)]
+            )
         finally:
             own_end.close()
             for rank in ranks:
@@ -187,11 +198,17 @@ def _start(
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, pass_fds=pass_fds)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety, look: Callable[[], object]) -> Verdict:
+def _wait(
+    ranks: list[subprocess.Popen[bytes]],
+    places: Path,
+    safety: Safety,
+    look: Callable[[], object],
+    names: Sequence[str],
+) -> Verdict:
     watch = RankWatch(safety, _LOOK_S)
     while True:
         time.sleep(_LOOK_S)
-        seen = [Rank(one.poll(), _is_stopped(one), "") for one in ranks]
+        seen = [Rank(one.poll(), _is_stopped(one), "", name) for one, name in zip(ranks, names, strict=True)]
         if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
             seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]
         look()  # after that: what a rank has sent before it ended is there

@@ -34,6 +34,8 @@ class Rank(NamedTuple):
     """It runs and does not move, by SIGSTOP or a debugger."""
     where: str | None = None
     """Its last mark; None if it has not set any."""
+    name: str = ""
+    """As messages name it, if not by its number alone (`core.machine.replicas.named_rank`)."""
 
     @property
     def meets(self) -> bool:
@@ -79,7 +81,7 @@ class RankWatch:
 
 
 def _killed(ranks: Sequence[Rank]) -> RankError:
-    killed = {i: rank for i, rank in enumerate(ranks) if rank.code is not None and rank.code < 0}
+    killed = {_name(i, rank): rank for i, rank in enumerate(ranks) if rank.code is not None and rank.code < 0}
     if any(rank.code != -signal.SIGABRT for rank in killed.values()):  # NCCL aborts those whose peer is gone
         killed = {i: rank for i, rank in killed.items() if rank.code != -signal.SIGABRT}
     ends = [f"killed by {signal.Signals(-(rank.code or 0)).name} {_place(rank)}" for rank in killed.values()]
@@ -92,13 +94,13 @@ def _killed(ranks: Sequence[Rank]) -> RankError:
 
 
 def _stopped(ranks: Sequence[Rank]) -> RankError:
-    stopped = {i: _place(rank) for i, rank in enumerate(ranks) if rank.stopped}
+    stopped = {_name(i, rank): _place(rank) for i, rank in enumerate(ranks) if rank.stopped}
     where = "; ".join(f"rank {i} of {len(ranks)} is stopped {place}" for i, place in stopped.items())
     return RankError(where, _others(ranks), "see who sent SIGSTOP, or whether a debugger holds it")
 
 
 def _endless(ranks: Sequence[Rank]) -> RankError:
-    late = {i: rank for i, rank in enumerate(ranks) if rank.code is None}
+    late = {_name(i, rank): rank for i, rank in enumerate(ranks) if rank.code is None}
     where = "; ".join(f"rank {i} of {len(ranks)} does not end {_place(rank)}" for i, rank in late.items())
     return RankError(where, "the other ranks are done", "look at the end of that rank's output")
 
@@ -108,9 +110,14 @@ def _place(rank: Rank) -> str:
 
 
 def _others(ranks: Sequence[Rank]) -> str:
-    return _listed((i, _place(rank)) for i, rank in enumerate(ranks) if rank.code is None and not rank.stopped)
+    going = {_name(i, rank): rank for i, rank in enumerate(ranks) if rank.code is None and not rank.stopped}
+    return _listed((name, _place(rank)) for name, rank in going.items())
 
 
-def _listed(rows: Iterable[tuple[int, str]], most: int = 8) -> str:
+def _name(number: int, rank: Rank) -> str:
+    return rank.name or str(number)
+
+
+def _listed(rows: Iterable[tuple[str, str]], most: int = 8) -> str:
     texts = [f"rank {i} {text}" for i, text in rows]
     return ", ".join([*texts[:most], *(["..."] if len(texts) > most else [])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +37,14 @@ class Entrant(NamedTuple):
 
 
 def open_tenant(
-    entrant: Entrant, number: int, recipe: Recipe, chain: PlanChain, order: Mapping[str, Any] | None = None
+    entrant: Entrant,
+    number: int,
+    recipe: Recipe,
+    chains: Sequence[PlanChain],
+    order: Mapping[str, Any] | None = None,
 ) -> tuple[ActiveTenant, Mapping[str, Tensor] | None]:
-    """Open the data of who would join; ``order``: where its batches go on. Raises EvenloadError.
+    """Open the data of who would join a job of replicas with these planners; ``order``: where its batches go on. Raises
+    EvenloadError, also for samples that none of them can plan.
 
     Along with the tenant come the weights of the folder that its adapter goes on from; None: drawn from its seed.
     """
@@ -49,11 +54,11 @@ def open_tenant(
     adapter, weights = _adapter_of(config)
     source = _open(config, config.data.source, config.data.domain_sources, recipe)
     _refuse_short(source, config)
-    refuse_longest(source, chain)
+    _refuse_longest(source, chains)
     scored = config.model_copy(update={"data": config.data.model_copy(update={"weight_column": None})})
     held_out = _open(scored, config.evaluate.source, None, recipe) if config.evaluate else None
     if held_out is not None:
-        refuse_longest(held_out, forward_only(chain))
+        _refuse_longest(held_out, list(map(forward_only, chains)))
     size, seed = BatchSize(config.train.batch_size), config.train.seed
     domains = Domains.of_data(config.data, size, source)
     tenant = ActiveTenant(
@@ -61,7 +66,7 @@ def open_tenant(
         name=entrant.name,
         config=config,
         source=source,
-        drawing=Drawing(order, source.lengths, size, chain, seed=seed, domains=domains, **columns_of(source)),
+        drawing=Drawing(order, source.lengths, size, chains[0], seed=seed, domains=domains, **columns_of(source)),
         steps=steps_of(config.train, source.lengths, domains),
         adapter=adapter,
         file=entrant.file,
@@ -69,6 +74,17 @@ def open_tenant(
         digest=entrant.digest,
     )
     return tenant, weights
+
+
+def _refuse_longest(source: Source, chains: Sequence[PlanChain]) -> None:
+    """Raise EvenloadError where no replica can plan the longest samples, as the first one says it."""
+    refusals = []
+    for chain in chains:
+        try:
+            return refuse_longest(source, chain)
+        except EvenloadError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _open(config: Tenant, spec: str, domains: Mapping[str, str] | None, recipe: Recipe) -> Source:

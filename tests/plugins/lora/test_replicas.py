@@ -3,9 +3,19 @@
 import copy
 import json
 
+import numpy as np
 import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.planner import Draw
+from evenload.core.recipe.recipe import parse
+from evenload.plugins.lora.replicas import Replicas
+from evenload.training.adapting import adapter_training
 from harness.cases import only_full
 from safetensors.torch import load_file
+
+load_plugins()
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +31,7 @@ SOLO = {
     "train": {"steps": 6, "batch_size": 1, "seed": 7, "lr": 1e-3, "weight_decay": 0.1},
 }
 FP64 = {"train": {"dtype": "fp64"}}
-ONE_SEQUENCE_STEPS = 2
+LORA = {"plugins": {"lora": {"enabled": True}}}
 
 
 def trained(job_of, path, *replicas, **sections):
@@ -64,3 +74,77 @@ def test_replicas_train_what_one_shape_trains(job_of, tmp_path, one_shape, shape
     assert sum(row["sequences"] for row in replicas) == 4 * 5 + 6  # each once
     assert all(row["sequences"] for row in replicas)
     assert json.dumps(result["recipe"]["parallel"]).count("replicas") == 1
+
+
+def test_what_fails_on_a_rank_ends_all_with_its_rank_and_replica(job_of, tmp_path):
+    planted = """
+from evenload.runtime.world.replicas import own_rank
+from evenload.plugins.lora import loop
+def breaks(self, planned, train=loop.TenantLoop._train):
+    if own_rank() == 2 and self.step == 1:
+        raise ZeroDivisionError("planted")
+    train(self, planned)
+loop.TenantLoop._train = breaks
+"""
+    job = job_of(tmp_path, parallel={"replicas": [{"dp": 2}, {"dp": 1}]})
+    job.put(acme=ACME)
+    done = job.run(planted=planted)
+    assert done.returncode == 1
+    assert done.stderr.count("ZeroDivisionError: planted") == 2  # in the traceback, and in the one message
+    assert "rank 2 (replica 1) of 3" in done.stderr
+
+
+REFUSED = {
+    "no replica": ([], "names no replica"),
+    "a pipeline that does not fit": ([{"dp": 1}, {"pp": 3}], r"replica 1: parallel\.pp does not divide"),
+    "a stage of ZeRO on Megatron": ([{"dp": 1}, {"zero_stage": 3}], "another trainer runs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_replicas_that_cannot_be_are_refused_before_a_rank_starts(name):
+    replicas, message = REFUSED[name]
+    with pytest.raises(EvenloadError, match=message):
+        parse(LORA | {"parallel": {"replicas": replicas}})
+
+
+def test_replicas_go_with_tenants_alone_and_with_no_degrees_beside_them():
+    parallel = {"replicas": [{"dp": 1}, {"tp": 2}]}
+    with pytest.raises(EvenloadError, match="trains adapters of tenants, and the recipe trains a whole model"):
+        parse({"parallel": parallel})
+    with pytest.raises(EvenloadError, match="others stand beside it"):
+        parse(LORA | {"parallel": {**parallel, "dp": 2}})
+    recipe = parse(LORA | {"parallel": parallel})
+    assert recipe.ranks_of_replicas == (1, 2)
+    assert recipe.min_world_size == 3
+    with pytest.raises(EvenloadError, match="run replicas"):
+        recipe.layout(3)
+
+
+def test_another_number_of_processes_than_replicas_have_is_refused():
+    recipe = parse(LORA | {"parallel": {"replicas": [{"dp": 1}, {"tp": 2}]}, "model": {"vocab_size": 128}})
+    with pytest.raises(EvenloadError, match="the replicas do not fill the job") as caught:
+        adapter_training(recipe).preflight(recipe, 4, (), proof=True)
+    assert "4 processes" in caught.value.found
+    assert adapter_training(recipe).preflight(recipe, None, (), proof=True) == 3
+
+
+def test_a_sequence_goes_where_it_fits_and_a_replica_without_any_runs_a_copy():
+    chains = [chain_of(max_tokens) for max_tokens in (64, 512)]
+    lengths = np.array([40, 200, 500, 30, 64, 65])
+    draw = Draw(np.arange(6), lengths, {}, tenants=np.zeros(6, np.int64))
+    parts = [Replicas(chains, own).part_of(draw) for own in (0, 1)]
+    places = [one.part.places.tolist() for one in parts]
+    assert sorted(places[0] + places[1]) == list(range(6))
+    assert {1, 2, 5} <= set(places[1])
+    assert all(one.lengths.tolist() == lengths[one.part.places].tolist() for one in parts)
+    lone = Draw(np.arange(1), lengths[1:2], {}, tenants=np.zeros(1, np.int64))
+    copies = [Replicas([chains[1]] * 2, own).part_of(lone) for own in (0, 1)]
+    assert [one.part.counts for one in copies].count(True) == 1
+    assert all(one.lengths.tolist() == [200] for one in copies)
+
+
+def chain_of(max_tokens):
+    packing = {"enabled": True, "max_tokens": max_tokens, "slices": "off"}
+    recipe = parse({"model": {"vocab_size": 256}, "plugins": {"packing": packing, "lora": {"enabled": True}}})
+    return PlanChain.of_recipe(recipe, recipe.layout(1))

@@ -20,7 +20,7 @@ from evenload.plugins.lora.tenant_file import parse_tenant, read_tenant
 def base_of(**lora):
     plugins = {"packing": {"enabled": True, "max_tokens": 64}, "lora": lora}
     recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": plugins})
-    return recipe, PlanChain.of_recipe(recipe, recipe.layout())
+    return recipe, [PlanChain.of_recipe(recipe, recipe.layout())]
 
 
 @pytest.fixture(scope="module")
