@@ -154,7 +154,7 @@ class Recipe(Section):
 
     @property
     def ranks_of_replicas(self) -> tuple[int, ...]:
-        """Of each replica; none where the recipe names no replicas."""
+        """Numbers of ranks, one a replica; none where the recipe names no replicas."""
         return tuple(one.num_ranks for one in self.parallel.replicas or ())
 
     def _of_replica(self, number: int) -> Recipe:

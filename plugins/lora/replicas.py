@@ -6,38 +6,19 @@ Every rank deals every batch by itself: the draw, the replicas' costs and nothin
 from __future__ import annotations
 
 import hashlib
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...core.aliases import Ints
-from ...core.errors import EvenloadError
-from ...core.plan.step_plan import as_lengths
+from ...core.plan.step_plan import Lengths
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import BatchPart, Draw
+from ...core.planning.replicas import ReplicaCost, dealt
 from ...data.samples.cut import IGNORE
 from ...runtime.adapters.company import Company
 from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
-
-
-class Reach:
-    """The longest sequence that a chain can plan, found as it is asked for."""
-
-    def __init__(self, chain: PlanChain) -> None:
-        self._chain, self._holds, self._fails = chain, 0, math.inf
-
-    def holds(self, length: int) -> bool:
-        if self._holds < length < self._fails:
-            try:
-                self._chain.plan(as_lengths([length]))
-                self._holds = length
-            except EvenloadError:
-                self._fails = length
-        return length <= self._holds
 
 
 class Replicas:
@@ -45,7 +26,8 @@ class Replicas:
 
     def __init__(self, chains: Sequence[PlanChain], own: int = 0) -> None:
         self.chains, self.own = chains, own
-        self._reaches = [Reach(chain) for chain in chains]
+        self._costs: list[ReplicaCost] = []
+        self._longest = 0
 
     @property
     def unlike_tp(self) -> bool:
@@ -57,34 +39,17 @@ class Replicas:
         no target: ranks that have no pass at all are in no plan."""
         if len(self.chains) == 1:
             return draw
-        dealt = self._dealt(draw.lengths)
-        places = np.flatnonzero(dealt == self.own)
+        places = np.flatnonzero(self._dealt(draw.lengths) == self.own)
         counts = bool(len(places))
         if not counts:
             places = np.array([int(draw.lengths.argmin())])
         return draw.at(places)._replace(part=BatchPart(draw, places, counts))
 
-    def _dealt(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        seconds = np.stack(
-            [c.context.costs.sequence_s(lengths) / c.context.layout.dp_cp_size for c in self.chains], axis=1
-        )
-        for number, reach in enumerate(self._reaches):
-            longest = longest_held(reach, np.unique(lengths))
-            seconds[lengths > longest, number] = np.inf
-        done = np.zeros(len(self.chains))
-        dealt = np.zeros(len(lengths), np.int64)
-        for place in np.argsort(-lengths, kind="stable"):
-            dealt[place] = np.argmin(done + seconds[place])
-            done[dealt[place]] += seconds[place, dealt[place]]
-        return dealt
-
-
-def longest_held(reach: Reach, lengths: Ints) -> int:
-    """The last of ascending lengths that a replica can plan; 0: none."""
-    if not len(lengths) or reach.holds(int(lengths[-1])):
-        return int(lengths.max(initial=0))
-    held = bisect_left(lengths.tolist(), True, key=lambda length: not reach.holds(length))
-    return int(lengths[held - 1]) if held else 0
+    def _dealt(self, lengths: Lengths) -> Ints:
+        if (longest := int(lengths.max())) > self._longest:
+            self._costs = [ReplicaCost.of_chain(chain, longest) for chain in self.chains]
+            self._longest = longest
+        return dealt(self._costs, lengths).replica_of
 
 
 def company_of(draw: Draw, labels: Labels | None = None) -> Company | None:
@@ -107,7 +72,7 @@ def whole_of(draw: Draw) -> Draw:
 
 
 def labels_of_part(draw: Draw, labels: Labels | None) -> Labels | None:
-    """Of the labels of the whole batch those of a replica's part."""
+    """The labels of a replica's part, of those of the whole batch."""
     if draw.part is None:
         return labels
     return part_of(labels, draw.part.places.tolist()) if draw.part.counts else without_targets(draw)

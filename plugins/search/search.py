@@ -37,6 +37,7 @@ from ...training.progress import Progress, silent
 from .answer import Result, answer, by_hand, distinct, ranked, said
 from .best_first import SearchState, beside, best_first
 from .measured import Correction, Train, measured, refuse_unmeasurable, rows_of, trained
+from .replicas import deployed
 from .space import Choice, Known, SearchBatch, Space, space_of
 
 
@@ -96,8 +97,9 @@ def search(
             space, state, _ = asked.searched(count, partial(_corrected, asked.known, correction))
             measures = rows_of(taken, correction)
         times = {"first_answer_s": first_s, "search_s": time.perf_counter() - begin}
-        rows.append({**answer(state, space, asked.weights), **times, "measured": measures})
         best = state.best.choice.recipe if state.best else best
+        replicas = asked.replicas(state.best.choice, state.best.mean_s) if state.best and recipe.adapts else None
+        rows.append({**answer(state, space, asked.weights), **times, "measured": measures, "replicas": replicas})
     if out is not None:
         _write(best, out, correction)
     if report is not None and rows[-1]["rows"]:
@@ -149,6 +151,11 @@ class _Asked(NamedTuple):
     def weights(self) -> int:
         """How many weights the model has."""
         return shape_of(self.recipe.model).parameters
+
+    def replicas(self, best: Choice, one_shape_s: float) -> dict[str, Any] | None:
+        """What replicas of unlike shapes would take, of the first batch, next to the best setting's one shape."""
+        ranks, lengths = best.chain.context.layout.world_size, self._batches(best)[0].lengths
+        return deployed(best.recipe, ranks, lengths, self.known, one_shape_s)
 
     def _batches(self, choice: Choice) -> list[SearchBatch]:
         """The first global batches as training draws them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import yaml
 from rich.console import Group, RenderableType
 
 from ...commands.tables.show import Columns, Result, column, grid
@@ -49,6 +50,8 @@ def table(result: Result) -> Group:
         for row in result["layouts"]
     ]  # fmt: skip
     tables.append(grid("layouts that were planned", ["layout", "step time", "over the best", ""], by_hand))
+    if replicas := result["replicas"]:
+        tables.append(_replicas(replicas))
     if measured := result["measured"]:
         some = [
             [said(row["settings"]), *(seconds(row[key]) if row[key] else "-" for key in _TAKEN)] for row in measured
@@ -58,6 +61,16 @@ def table(result: Result) -> Group:
         some = [[row["ranks"], _layout(row), seconds(row["step_s"]), f"{row['tokens_per_s']:,.0f}"] for row in front]
         tables.append(grid("by number of ranks", ["ranks", "layout", "step time", "tokens/s"], some))
     return Group(*tables)
+
+
+def _replicas(replicas: Result) -> RenderableType:
+    shapes = "; ".join(degrees(one) or "1 rank" for one in replicas["replicas"])
+    cells = [["unlike", shapes, seconds(replicas["step_s"])], ["one shape", "", seconds(replicas["one_shape_s"])]]
+    about = "one shape is as fast"
+    if replicas["faster"]:
+        flow = yaml.safe_dump({"replicas": replicas["replicas"]}, default_flow_style=True, sort_keys=False, width=1000)
+        about = f"as a recipe has them: parallel: {flow.strip()}"
+    return grid("replicas for tenants, predicted", ["", "replicas", "step time"], cells, about)
 
 
 def _layout(row: Result) -> str:

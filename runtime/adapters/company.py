@@ -49,7 +49,7 @@ class Company(NamedTuple):
 
     @property
     def divisors(self) -> dict[int, Divided]:
-        """By tenant."""
+        """What the losses of each tenant are divided by."""
         sums = self.targets if self.weights is None else self.weights
         owned = {int(tenant): self.tenants == tenant for tenant in np.unique(self.tenants)}
         return {one: Divided(int(self.targets[own].sum()), float(sums[own].sum())) for one, own in owned.items()}

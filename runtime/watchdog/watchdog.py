@@ -48,7 +48,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ..world.agreement import rank_and_size
 from ..world.plane import Pending
-from ..world.replicas import JobGroup, job_group
+from ..world.replicas import JobGroup, job_group, named
 from . import failure as failures
 from . import marks
 from .attempt import attempt
@@ -282,7 +282,7 @@ class Watchdog:
             self._end(self._suspended(), store_answers=False)
         name, last_seen = self._holder_name, ""
         if self._holder is not None:
-            name, last_seen = f"rank {self._holder} of {self._size}", self._peers.last_seen(self._holder)
+            name, last_seen = f"rank {named(self._holder)} of {self._size}", self._peers.last_seen(self._holder)
         printer = self._rank if first_here(self._job_id) else -1
         why = f"{why}; rank {self._rank} is in '{self._mark.where}'"
         rank = -1 if self._holder is None else self._holder

@@ -31,7 +31,9 @@ class JobGroup:
     def __init__(self, store: Store, rank: int, sizes: Sequence[int], timeout: timedelta) -> None:
         self.store = store
         """Of the whole job."""
-        self.rank, self.size, self.sizes = rank, sum(sizes), tuple(sizes)
+        self.rank = rank
+        self.size = sum(sizes)
+        self.sizes = tuple(sizes)
         self.place = place_in(sizes, rank)
         self._group: Any = dist.ProcessGroupGloo(PrefixStore("across", store), rank, self.size, timeout)
 

@@ -926,8 +926,31 @@ fault(
     "self._last = self._spans(pack) if running is self._running[0] else self._last\n"
     "            running.spans = self._last",
 )
-fault = of("integrations/host/tenants.py", cases("integrations/megatron/test_tenants.py", k="gets_alone and one"))
-fault("a tenant is divided by the weights of all", "float(divisors[own].sum())", "float(divisors.sum())")
+fault = of("runtime/adapters/company.py", cases("integrations/megatron/test_tenants.py", k="gets_alone and one"))
+fault("a tenant is divided by the weights of all", "float(sums[own].sum())", "float(sums.sum())")
+killer = cases("plugins/lora/test_replicas.py", k="what_one_shape_trains")
+fault = of("runtime/adapters/company.py", killer)
+fault(
+    "a replica divides by the targets of its part",
+    "tenant): self.tenants == tenant for",
+    "tenant): (self.tenants == tenant) & np.isin(np.arange(len(self.tenants)), self.places) for",
+)
+fault = of("runtime/adapters/adapters.py", killer)
+fault("gradients of other replicas are left out", "        job.add_up(flat)\n", "")
+fault(
+    "gradients of the first replica count twice",
+    "whole.copy_(matrix.gradient)",
+    "whole.copy_(matrix.gradient * (2 if job.rank == 0 else 1))",
+)
+fault("each replica clips by a norm of its own", 'everyone(norms, "job")[0] if job_group() else norms', "norms")
+fault = of("runtime/adapters/hooks.py", killer)
+fault("dropout goes by the place in a replica's part", "[numbers[place] for place in here]", "list(range(len(here)))")
+fault = of("runtime/world/world.py", killer)
+fault("each replica has a leader", "self.rank == self.replica == 0", "self.rank == 0")
+fault = of("plugins/lora/replicas.py", killer)
+fault("a replica trains what another one has, too", "draw.lengths) == self.own", "draw.lengths) >= self.own")
+fault = of("plugins/lora/arrivals/job.py", killer)
+fault("a copy that runs for nothing is trained on", "if draw.part and not draw.part.counts:", "if False:")
 killer = cases("integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does[dp2]")
 fault = of("runtime/adapters/adapters.py", killer)
 fault(

@@ -37,6 +37,13 @@ def test_tenants_are_searched_by_their_own_batches_and_the_recipe_plans_as_the_s
     forecast = look_ahead(api.load_recipe(out), files, 2, 2)
     assert len(np.unique(forecast.steps[0].ours.plan.tenants)) == 2
     assert best["rows"][0]["step_s"] == pytest.approx(np.mean([one.ours.outcome.step_s for one in forecast.steps]))
+    replicas = best["replicas"]
+    shapes = parse(
+        {**recipe.model_dump(mode="json", exclude_unset=True), "parallel": {"replicas": replicas["replicas"]}}
+    )
+    assert sum(shapes.ranks_of_replicas) == 2
+    assert replicas["faster"] == (replicas["step_s"] < 0.995 * best["rows"][0]["step_s"])
+    assert replicas["floor_s"] <= replicas["step_s"]
     with pytest.raises(EvenloadError, match="given by name"):
         proven(recipe)
 
