@@ -30,6 +30,9 @@ from evenload.data.lengths import read_lengths
 Lengths = npt.NDArray[np.int64]
 Anchors = tuple[tuple[float, float], ...]
 
+BORDER = 16
+"""Borders of LobRA's buckets are multiples of so many tokens."""
+
 
 STAND_INS: dict[str, Anchors] = {
     "wikipedia-like": (
@@ -84,3 +87,23 @@ def corpus(name: str, count: int, longest: int, wikipedia: Path | None = None) -
         return "Wikipedia (real)", np.tile(kept, -(-count // len(kept)))[:count]
     lengths = drawn(name, 2 * count)
     return name, lengths[lengths <= longest][:count]
+
+
+def into_buckets(lengths: Lengths, count: int) -> Lengths:
+    """The lengths padded to the borders of so many buckets that pad least, multiples of 16 (LobRA, section 4.1)."""
+    aligned = -(-lengths // BORDER) * BORDER
+    borders, counts = np.unique(aligned, return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.tril(borders[:, None] * (below[1:, None] - below[None, :-1]).astype(np.float64))
+    tokens[np.triu_indices(len(borders), 1)] = np.inf
+    # Of all up to each border in one bucket, in two, and so on, and where the last of these begins.
+    least, begins = tokens[:, 0], [np.zeros(len(borders), dtype=np.int64)]
+    for _ in range(min(count, len(borders)) - 1):
+        tried = np.concatenate([[0.0], least[:-1]]) + tokens
+        begins.append(tried.argmin(axis=1))
+        least = tried.min(axis=1)
+    last, chosen = len(borders) - 1, list[int]()
+    while last >= 0:
+        chosen.append(int(borders[last]))
+        last = int(begins.pop()[last]) - 1
+    return np.asarray(np.array(chosen[::-1])[np.searchsorted(chosen[::-1], aligned)], dtype=np.int64)

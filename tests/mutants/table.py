@@ -1954,6 +1954,20 @@ fault = of("core/balance/step_bound.py", cases("core/balance/test_step_bound.py"
 fault(
     "a sequence alone has all of its experts on its rank in a bound", "both.at_experts(1.0 / costs.ep).sec", "both.sec"
 )
+fault = of("core/balance/replicas.py", cases("core/balance/test_replicas.py"))
+fault("prices of dealing are those of all replicas of a kind", "best / counts, dtype", "best, dtype")
+fault("a sequence that changes replicas counts on both", "[(int(out[row]), int(there[column]))]", "[]")
+fault("sequences go to replicas of others", "chosen[np.argsort(order)]", "chosen[order]")
+fault("a replica without sequences takes no time", "fixed_s[kind_of]\n", "0 * fixed_s[kind_of]\n")
+fault = of("core/balance/deployment.py", cases("core/balance/test_deployment.py"))
+fault("a kind that a multiset lacks is too cheap", "/ seconds).max(axis=0)", "/ seconds).min(axis=0)")
+fault("unlike shapes are taken that save nothing", "* (1 + _AS_FAST)", "* (1 - _AS_FAST)")
+fault("replicas leave ranks over", "[] if any(left) else", "[] if False else")
+fault = of("core/planning/replicas.py", cases("core/planning/test_replicas.py", k="fit or nothing"))
+fault(
+    "a sequence is dealt to where it does not fit", "np.where(lengths <= self.lengths[-1], seconds, np.inf)", "seconds"
+)
+fault("ranks that share nothing are one", "[one.lanes for one in costs])\n    seconds", "1)\n    seconds")
 fault = of("core/balance/bound.py", cases("core/balance/test_bound.py"))
 fault(
     "a bound launches on ranks that have nothing to run",

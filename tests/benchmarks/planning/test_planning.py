@@ -138,3 +138,11 @@ def test_every_setting_of_the_measured_search_is_a_recipe():
         recipe, *overrides = search_measured.words_of(setting, 2)
         assert load_recipe(recipe, overrides).trainer == setting.trainer
     assert len({setting.name for setting in search_measured.SETTINGS}) >= 16
+
+
+def test_dealing_is_near_its_bound_and_ahead_of_simple_rules(benchmark):
+    dealing, deploying = benchmark("planning/dealing.py", "--quick")["rows"]
+    over = {name: figures["worst"] for name, figures in dealing["over_bound"].items()}
+    assert 1 - 1e-9 <= over["ours"] <= min(over["longest first"], over["GROUP"]) * (1 + 1e-9)
+    assert over["ours"] <= 1.03
+    assert 1 - 1e-9 <= deploying["over_bound"]["ours"]["worst"] < 1.02

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from evenload.benchmarks.published import lengths
 
@@ -156,6 +157,24 @@ def test_laer_is_not_ahead_under_the_same_costs(result_of: Run) -> None:
     # backward, are 9.4 s; their all-to-alls inside a node 0.3 s.
     assert rows[0]["paper"]["static"] == pytest.approx(36.2, abs=0.05)
     assert rows[0]["even_s"] == pytest.approx(3 * 32 * 16 * 6.1e-3 + 0.3, abs=0.1)
+
+
+def test_replicas_of_lobra_are_ordered(result_of: Run) -> None:
+    alike, unlike = result_of("lobra")["rows"]
+    seconds = alike["seconds"]
+    assert seconds["LobRA"] < seconds["buckets"] < seconds["padded"], "shapes gain over one, buckets over padding"
+    assert seconds["LobRA"] <= seconds["GROUP"] * SLACK
+    assert seconds["one shape"] < seconds["buckets"], "packs hold no padding"
+    # Half of the cards have half the rate: equal shares take 2 / 1.5 of what is dealt by speed, or a little less.
+    assert unlike["seconds"]["ours"] * 1.2 < unlike["seconds"]["one shape"]
+    assert unlike["seconds"]["by speed"] >= unlike["seconds"]["ours"] / SLACK
+
+
+def test_buckets_pad_least() -> None:
+    tokens = np.array([16, 16, 20, 100, 300, 310])
+    assert lengths.into_buckets(tokens, 1).tolist() == [320] * 6
+    assert lengths.into_buckets(tokens, 3).tolist() == [32, 32, 32, 112, 320, 320]
+    assert lengths.into_buckets(tokens, 99).tolist() == [16, 16, 32, 112, 304, 320]
 
 
 def test_stand_ins_meet_the_published_fractions() -> None:
