@@ -147,7 +147,9 @@ def table(result: Row) -> Any:
         **{name: over(name) for name in ("ours", "longest first", "GROUP")},
     }
     cells["CPU s"] = "{cpu_s:.2f}"
-    return columns("end of the last replica over the bound: mean (worst)", result["rows"], cells, result["machine"])
+    return columns(
+        "end of the last replica over the bound, predicted: mean (worst)", result["rows"], cells, result["machine"]
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ a replica of kind k, for kinds that a multiset lacks as high as makes no sequenc
 
 The one of the least bound is looked at next: first for prices of its own (`replicas.prices_of`), which raise the bounds
 of others too, then it is dealt to. When no bound is lower than the best dealing, that one is proven. 64 ranks and 16
-shapes take about 3 s (benchmarks/planning/dealing.py).
+shapes take about 2 s (benchmarks/planning/dealing.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ on a replica of kind k that sum up to 1 over all replicas, no dealing ends befor
     sum_s min_k p_k seconds[s, k]  +  sum_r p_k(r) fixed_k(r)
 
 The best prices are found by the ellipsoid method with deep cuts (Bland, Goldfarb and Todd, Oper. Res. 1981) in one
-dimension less than there are kinds. 8,192 sequences to 544 replicas of three kinds take 0.12 s
+dimension less than there are kinds. 8,192 sequences to 512 replicas of three kinds take 0.2 s
 (benchmarks/planning/dealing.py). Results depend on the inputs alone; of their order, which of equal sequences goes
 where. Not done: optimality, which only the bound speaks of.
 """

@@ -51,13 +51,11 @@ def test_eight_ranks_are_divided_as_well_as_by_trying_everything(seed):
 
 
 def test_one_shape_wins_where_unlike_ones_are_hardly_faster():
-    work = np.ones(64)
-    one, other = ReplicaKind("TP1", 1, work), ReplicaKind("TP2", 2, work / 2.002)
-    found = deploy([one, other], [4])
-    assert found.counts.tolist() in ([4, 0], [0, 2])
-    counts, dealt = found.one_shape
-    assert counts.tolist() == found.counts.tolist()
-    assert dealt.step_s == found.dealt.step_s
+    work = np.full(640, 0.1)
+    short = np.where(np.arange(640) > 0, work, np.inf)
+    deployed = deploy([ReplicaKind("TP1", 1, short), ReplicaKind("TP2", 2, 0.501 * work)], [4], gap=0.0)
+    assert deployed.counts.tolist() == deployed.one_shape[0].tolist() == [0, 2]
+    assert deployed.floor_s < deployed.dealt.step_s < 1.005 * deployed.floor_s
 
 
 def test_cards_at_half_the_rate_have_half_the_work():
@@ -75,3 +73,5 @@ def test_ranks_that_hold_no_longest_sequence_are_refused():
         deploy([small], [8])
     with pytest.raises(EvenloadError, match="no replicas use all ranks"):
         deploy([small, ReplicaKind("TP8", 8, np.array([1.0, 2.0]))], [4])
+    with pytest.raises(EvenloadError, match="no replicas use all ranks"):
+        deploy([ReplicaKind("TP4", 4, np.array([1.0]))], [6])
