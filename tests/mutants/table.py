@@ -1961,7 +1961,6 @@ fault("sequences go to replicas of others", "chosen[np.argsort(order)]", "chosen
 fault("a replica without sequences takes no time", "fixed_s[kind_of]\n", "0 * fixed_s[kind_of]\n")
 fault = of("core/balance/deployment.py", cases("core/balance/test_deployment.py"))
 fault("a kind that a multiset lacks is too cheap", "/ seconds).max(axis=0)", "/ seconds).min(axis=0)")
-fault("unlike shapes are taken that save nothing", "* (1 + _AS_FAST)", "* (1 - _AS_FAST)")
 fault("replicas leave ranks over", "[] if any(left) else", "[] if False else")
 fault = of("core/planning/replicas.py", cases("core/planning/test_replicas.py", k="fit or nothing"))
 fault(
