@@ -17,8 +17,6 @@ CALLED_FROM_OUTSIDE = {
     "async_save": "Megatron calls it",
     "record_event": "Megatron and DeepSpeed call it of a stream",
     "set_shares": "a loop of users moves shares of its sampler (docs/data.md)",
-    "deploy": "benchmarks/published/lobra.py chooses replicas",
-    "of_chain": "benchmarks/published/lobra.py asks what a replica takes",
     "serve": "benchmarks/published/tie.py plays arrivals",
 }
 """Names that the product defines and does not refer to, and who does."""

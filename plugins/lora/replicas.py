@@ -1,6 +1,6 @@
 """Which replica of a job trains which sequences of a step, and what they make of it together (LobRA, arXiv 2509.01193).
 
-Every rank deals every batch by itself: the draw, the replicas' costs and nothing else decide.
+The first rank deals every batch, by the draw and the replicas' costs: on unlike machines last bits might differ.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...data.samples.cut import IGNORE
 from ...runtime.adapters.company import Company
 from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
+from ...runtime.world.agreement import from_first
 
 
 class Replicas:
@@ -46,6 +47,10 @@ class Replicas:
         return draw.at(places)._replace(part=BatchPart(draw, places, counts))
 
     def _dealt(self, lengths: Lengths) -> Ints:
+        """The replica of each sequence. Collective over the job. Raises EvenloadError for one that fits on none."""
+        return from_first(lambda: self._dealt_here(lengths), "job")
+
+    def _dealt_here(self, lengths: Lengths) -> Ints:
         if (longest := int(lengths.max())) > self._longest:
             self._costs = [ReplicaCost.of_chain(chain, longest) for chain in self.chains]
             self._longest = longest
@@ -60,10 +65,8 @@ def company_of(draw: Draw, labels: Labels | None = None) -> Company | None:
     whole = part.whole
     assert whole.tenants is not None
     if labels is None:
-        company = Company(whole.tenants, whole.num_targets, whole.weight_sums, part.places, part.counts)
-    else:
-        company = Company.of(whole.tenants, whole.lengths, labels)
-    return company._replace(places=part.places, counts=part.counts)
+        return Company(whole.tenants, whole.num_targets, whole.weight_sums, part.places, part.counts)
+    return Company.of(whole.tenants, whole.lengths, labels)._replace(places=part.places, counts=part.counts)
 
 
 def whole_of(draw: Draw) -> Draw:
