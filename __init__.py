@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     )
     from .data.samples.sampler import MixtureSampler
     from .patches.session import Session, disable, enable, enabled
-    from .plugins.rollout import RolloutPlan, RolloutRequest, plan_rollout
+    from .plugins.rollout import RolloutPlan, RolloutRequest, plan_cascade, plan_rollout
     from .plugins.verdicts import grounded_prompts
     from .training.api import train, verify
+    from .training.sampling.reward import cascade
 
 __version__ = "0.1.0"
 
@@ -57,12 +58,14 @@ _HOMES = {
     "SlicePlugin": ".core.registry",
     "StepPlan": ".core.plan.step_plan",
     "StepPlugin": ".core.registry",
+    "cascade": ".training.sampling.reward",
     "disable": ".patches.session",
     "enable": ".patches.session",
     "enabled": ".patches.session",
     "grounded_prompts": ".plugins.verdicts",
     "load_recipe": ".api",
     "plan": ".api",
+    "plan_cascade": ".plugins.rollout",
     "plan_rollout": ".plugins.rollout",
     "register": ".core.registry",
     "train": ".training.api",
@@ -89,12 +92,14 @@ __all__ = [
     "StepPlan",
     "StepPlugin",
     "__version__",
+    "cascade",
     "disable",
     "enable",
     "enabled",
     "grounded_prompts",
     "load_recipe",
     "plan",
+    "plan_cascade",
     "plan_rollout",
     "register",
     "train",

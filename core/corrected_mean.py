@@ -41,10 +41,16 @@ class CorrectedMean(NamedTuple):
         return float((1 - share) ** self.drawn)
 
 
-def drawn(keys: Iterable[str], share: float, seed: int = 0) -> NDArray[np.bool_]:
-    """Whether each sample is drawn, bool [N]: by the hash of its key, so never by a score, a rank or its place."""
+def drawn(keys: Iterable[str], share: float, seed: int = 0, least: int = 0) -> NDArray[np.bool_]:
+    """Whether each sample is drawn, bool [N]: by the hash of its key, so never by a score, a rank or its place.
+
+    ``least``: so many are drawn, if there are as many, however small the share.
+    """
     words = np.array([xxhash.xxh3_64_intdigest(key.encode("utf-8", "replace"), seed) for key in keys], np.uint64)
-    return (words >> np.uint64(11)) * 2.0**-53 < share
+    values = (words >> np.uint64(11)) * 2.0**-53
+    border = np.sort(values)[:least].max(initial=-1.0)
+    chosen: NDArray[np.bool_] = (values < share) | (values <= border)
+    return chosen
 
 
 def corrected_mean(cheap: Floats, dear: Floats, places: Ints, *, of_these: bool = True) -> CorrectedMean:

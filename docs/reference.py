@@ -100,7 +100,7 @@ def keys_of(section: type[BaseModel], fields: Any) -> Iterator[str]:
 
 def type_of(schema: Any) -> str:
     """A type of JSON Schema in words, with its bounds."""
-    if kinds := schema.get("anyOf"):
+    if kinds := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(map(type_of, kinds))
     if words := schema.get("enum"):
         return " or ".join(f"`{word}`" for word in words)

@@ -216,6 +216,12 @@ docs/lora.md
   the same winner in 1.8 times less training
     plugins/lora/sweeps/test_sweeps.py::test_a_sweep_halves_to_one_winner_that_is_what_it_would_be_alone
 docs/measuring.md
+  goes on to the next scorer, evenly over ranks, longest first
+    core/test_cascade.py::test_what_goes_on_is_even_over_ranks_where_it_is_not_dealt_again
+  `score` becomes the mean of its scores, with a 95 % interval
+    core/test_cascade.py::test_the_mean_is_that_of_the_dear_one_over_draws
+  is missed by n rescored ones with probability (1 - p)^n
+    core/test_corrected_mean.py::test_rare_errors_are_missed_as_often_as_it_says
   A kernel is *exact* if outputs and gradients differ from float64 by at most two roundings of its dtype
     commands/first_hour/test_kernels.py::test_what_a_cpu_has_is_exact_and_what_it_has_not_is_said
   bounds them all together (900 s)

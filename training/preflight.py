@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..core.cascade import functions_of, warn_of_rescore
 from ..core.errors import EvenloadError, Rule, refuse_first, shorten
 from ..core.input import reading
 from ..core.input.bounds import refuse_endless
@@ -146,9 +147,10 @@ def refuse_unscored(recipe: Recipe, source: Source, draws: Sequence[Draw]) -> No
 def refuse_unsampled(recipe: Recipe, config: ScoredSamples) -> None:
     """Raise EvenloadError where prompts of a validation cannot be continued, or scored by what is named."""
     prompted(recipe, tokenizer_of(recipe.data, recipe.model.weights), config.prompts, config.samples)
-    for key in ("score", "answer"):
-        if word := getattr(config, key):
-            user_function(word, f"data.validation.generate.{key}")
+    functions_of(config, "data.validation.generate")
+    warn_of_rescore(config, "data.validation.generate", (0.0, 1.0))
+    if config.answer:
+        user_function(config.answer, "data.validation.generate.answer")
     if recipe.generate.collect:
         logger.warning("generate.collect has no effect in data.validation.generate: all samples of a prompt count")
 

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.input.format import clock, percent, seconds
+from ...training.sampling.figures import score_of
+from .scorers import lines_of
 from .show import Columns, Result, by_columns, column, grid, machine, of_plugins, plain
 
 _VARIANT: Columns = {
@@ -134,7 +136,7 @@ def _validation(row: dict[str, Any]) -> list[Any]:
 
 
 def _sampled(row: Mapping[str, float] | None, names: Sequence[str]) -> list[str]:
-    return [f"{row[name]:.3f}" if row else "" for name in names]
+    return [(score_of(row) if name == "score" else f"{row[name]:.3f}") if row else "" for name in names]
 
 
 def _cost_of_samples(rows: Sequence[dict[str, float]]) -> str:
@@ -143,6 +145,7 @@ def _cost_of_samples(rows: Sequence[dict[str, float]]) -> str:
     return (
         f"\nsamples of prompts took another {seconds(took_s)} ({rate:,.0f} tokens/s); "
         f"{percent(last['cut_frac'])} of the last ended by their limit"
+        + "".join(f"\n{name}: {said}" for name, said in lines_of(last))
     )
 
 

@@ -65,7 +65,7 @@ class Fault(NamedTuple):
 def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
     """The first fault of a value that is no ``schema``."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    path = tuple(str(part) for part in fault["loc"])
+    path = tuple(str(part) for part in fault["loc"] if str(part).strip())  # no blank tags
     if fault["type"] == "model_type":  # a whole section
         keys = ", ".join(_fields(schema, path))
         fault["msg"] = f"leave {'.'.join(path)} out for what is so by default, or set keys below it: {keys}"

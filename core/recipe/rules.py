@@ -68,6 +68,9 @@ def refuse_impossible(recipe: Any) -> None:
         _ = recipe.of_replicas
     elif not recipe.adapts:
         refuse_idle_ranks(recipe.train, p.dp or 1)
+    validation, collect = recipe.data.validation, recipe.generate.collect
+    for scored in (validation and validation.generate, collect and collect.prune):
+        _ = scored and scored.bands  # refuses what is none
 
 
 def _rules_of_layers(recipe: Any) -> list[Rule]:

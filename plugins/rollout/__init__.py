@@ -6,6 +6,7 @@ Pure functions for any engine, and the verb `generate`, which deals by them.
 from ...core import verbs
 from ...core.drafters import DRAFTERS
 from ...core.function_rows import FunctionRow
+from .cascades import CascadePlan, allot, plan_cascade
 from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
 from .costs import H100_7B, RolloutCosts
 from .deal import plan_rollout, tie_plan
@@ -17,6 +18,7 @@ from .score import Expected, TieQueue, expected
 
 __all__ = [
     "H100_7B",
+    "CascadePlan",
     "Collect",
     "Collected",
     "Expected",
@@ -29,6 +31,7 @@ __all__ = [
     "RolloutRequest",
     "SampledLengths",
     "TieQueue",
+    "allot",
     "bound_of",
     "check_rollout",
     "ended_by",
@@ -37,6 +40,7 @@ __all__ = [
     "kept_beside_all",
     "levelled",
     "move",
+    "plan_cascade",
     "plan_rollout",
     "samples_for",
     "spread",

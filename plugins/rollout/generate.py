@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...core.cascade import warn_of_rescore
 from ...core.errors import refuse_first
 from ...core.input import reading
 from ...core.input.bounds import SEQUENCES
@@ -30,7 +31,7 @@ from ...training.progress import Progress, silent
 from ...training.proof.prompting import without_divided_tokens
 from ...training.sampling.prompted import prompted
 from ...training.verbs.export import checkpoint_in
-from .keeping import beside_all, collecting, samples_begun
+from .keeping import PruneScores, beside_all, collecting, samples_begun
 from .sample_file import SampleFile, earlier_samples, refuse_unreadable
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _PLACES = {"slots", "cache_tokens", "move_every", "drafts"}
 """Keys of `generate` that change no token."""
+_UNMOVED = dict.fromkeys(_PLACES, True) | {"collect": {"prune": {"rescore"}}}
 
 
 class GenerateRequest(NamedTuple):
@@ -105,7 +107,7 @@ def resolve_request(
         "model": recipe.model.model_dump(mode="json", exclude={"weights", "config"}),
         "train": [recipe.train.seed, recipe.train.dtype],
         "checkpoint": kept,
-        "generate": section.model_dump(mode="json", exclude=_PLACES if section.collect else {*_PLACES, "collect"}),
+        "generate": section.model_dump(mode="json", exclude=_UNMOVED if section.collect else {*_PLACES, "collect"}),
         "prompts": [row.tokens for row in rows] + [row.limit for row in rows],
         "scored": [dict(row.row) for row in rows] if section.collect and section.collect.prune else [],
         "tokenizer": prepared.tokenizer.identity,
@@ -167,6 +169,8 @@ def generate(
             there, left = _left(wanted, there)
             earlier = from_first(lambda: _earlier(wanted.recipe))
             settings = replace(wanted.settings, earlier=[*earlier, *there])
+        if (rule := wanted.recipe.generate.collect) and rule.prune:
+            warn_of_rescore(rule.prune, "generate.collect.prune")
         total = len(there) + sum(len(request.samples) for request in left)
         new: tuple[Completion, ...] = ()
         dealer = _dealer(wanted.recipe, there)
@@ -188,9 +192,11 @@ def generate(
                 new = host.generate(left, settings, ended=add, counted=counted, mark=watchdog.at, dealer=dealer)
         with watchdog.working("writing the samples"):
             from_first(lambda: file.finish([*there, *(sample for sample in new if sample.kept)]))
-        dealt = dealer.report(left, new, wanted.settings.slots)
+        dealt, scores = dealer.report(left, new, wanted.settings.slots), wanted.settings.scores
+        scorers = scores.figures() if isinstance(scores, PruneScores) else None
         seconds = time.perf_counter() - begin_s
-        return {**_result(out, wanted, there, new, seconds), "dealing": dealt, "drafts": dealer.drafts, "run": run}
+        result = _result(out, wanted, there, new, seconds)
+        return {**result, "dealing": dealt, "drafts": dealer.drafts, "scorers": scorers, "run": run}
 
     def alone(world: World, watchdog: Watchdog) -> dict[str, Any]:
         with file_lock(out):

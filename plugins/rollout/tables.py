@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from ...commands.tables.scorers import lines_of
 from ...commands.tables.show import Result, grid
 from ...core.input.format import percent, seconds
 
@@ -13,7 +14,7 @@ def table(result: Result) -> Table:
     numbers |= {f"ended by {how}": number for how, number in sorted(result["ended"].items())}
     numbers |= _collected(result["collected"]) if result["collected"] else {}
     rows = [*numbers.items(), ("new tokens", result["tokens"]), ("time", seconds(result["seconds"]))]
-    rows += _dealing(result["dealing"])
+    rows += [*_dealing(result["dealing"]), *lines_of(result["scorers"] or {})]
     if drafts := result["drafts"]:
         counts = f"{drafts['tokens_a_forward']:.2f}, {drafts['drafted']:,}, {drafts['accepted']:,}"
         rows.append(("tokens of a sample in a forward, drafted, accepted", counts))

@@ -1892,9 +1892,35 @@ fault(
 killer = cases("training/sampling/test_scored.py")
 fault = of("training/sampling/scored.py", killer)
 fault("a sample passes above the least score alone", "scores >= self._config.passes", "scores > self._config.passes")
-fault("scores come back rank by rank", "[parts[i % size][i // size] for i in range(len(samples))]", "sum(parts, [])")
 fault("samples of a prompt are those of every other one", ".reshape(-1, of)", ".reshape(of, -1).T")
-fault("the best is compared by another bar for passing", '{"prompts", "every"}', '{"prompts", "every", "passes"}')
+fault("the best is compared by another bar for passing", '{"prompts", "every", *', '{"prompts", "every", "passes", *')
+fault = of("training/sampling/scorers.py", killer)
+fault("scores come back rank by rank", "for place in sorted(values)]", "for place in values]")
+killer = cases("core/test_cascade.py")
+fault = of("core/cascade.py", killer)
+fault("a band is open at its upper end", "(scores[going] <= high)", "(scores[going] < high)")
+fault("a band is open at its lower end", "(low <= scores[going])", "(low < scores[going])")
+fault(
+    "the share that corrects a mean depends on scores",
+    "flatnonzero(self.rescored)",
+    "flatnonzero(self.dear == self.dear)",
+)
+fault("a sample's score is dear where it was drawn", "scores[going] = dear[going]", "scores[asked] = dear[asked]")
+fault(
+    "what goes on is dealt in turn",
+    "level(costs[None], np.ones((1, num_ranks)), np.zeros((1, num_ranks)))",
+    "np.arange(len(costs)) * num_ranks // max(1, len(costs))",
+)
+fault = of(
+    "training/sampling/reward.py", cases("training/sampling/test_reward.py", k="corrected or loop", m="not slow")
+)
+fault("a drawn sample pays for itself alone", "0.0) / (self._rescore or 1.0)", "0.0)")
+fault("calls draw the same places each time", "self._calls += 1", "pass")
+fault = of("plugins/rollout/cascades.py", cases("plugins/rollout/test_cascades.py", m="not full"))
+fault("a model has a device too few", "(within > limit_s).sum(axis=1) + 1", "(within >= limit_s).sum(axis=1) + 1")
+fault("an answer at its threshold goes on", "scores[:, model] >= threshold", "scores[:, model] > threshold")
+fault("what models take is not by their shares", "seconds[model] * share", "seconds[model]")
+fault("a plan of another mix stays as it is", "kept.seconds <= (1 + slack) * best.seconds", "kept.seconds <= np.inf")
 fault = of("plugins/rollout/plan.py", cases("plugins/rollout/test_plan.py", k="equations"))
 fault("a bound computes a prompt once a sample", "np.unique(request.prompts)", "request.prompts")
 fault = of("runtime/generate/sampling.py", cases("runtime/generate/test_noise.py", k="equals_the_last"))

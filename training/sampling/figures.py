@@ -40,5 +40,11 @@ def _of_majority(scores: Sequence[float], answers: Sequence[Hashable]) -> float:
 
 def figures_of(row: Mapping[str, float]) -> str:
     """Scores of a validation's samples in a line: score 0.312, pass@4 0.5."""
-    names = [name for name in row if name == "score" or "_at_" in name]
-    return ", ".join(f"{name.replace('_at_', '@')} {row[name]:.3f}" for name in names)
+    chances = [f"{name.replace('_at_', '@')} {row[name]:.3f}" for name in row if "_at_" in name]
+    return ", ".join([f"score {score_of(row)}", *chances])
+
+
+def score_of(row: Mapping[str, float]) -> str:
+    """The mean score, with its interval where it has one."""
+    ends = f" ({row['score_low']:.3f} to {row['score_high']:.3f})" if "score_low" in row else ""
+    return f"{row['score']:.3f}{ends}"

@@ -13,24 +13,29 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...core.aliases import Floats
+from ...core.cascade import cascaded, functions_of, rescored
 from ...core.errors import RankError, refuse_first, shorten
 from ...core.input.user_function import scored_by, user_function
-from ...core.recipe.generated import ScoredSamples
+from ...core.recipe.generated import ScoredSamples, scorers_of
 from ...core.recipe.recipe import Recipe
 from ...integrations.host.generating import unfit
 from ...integrations.host.host import Host
 from ...runtime.generate.request import Completion
 from ...runtime.watchdog.watchdog import Watchdog
-from ...runtime.world.agreement import agree, all_or_none, everyone, rank_and_size
+from ...runtime.world.agreement import agree, rank_and_size
 from .figures import majority_at, pass_at
 from .prompted import prompted
+from .scorers import on_ranks, score_on_ranks
 
 _KEY = "data.validation.generate"
+_SCORING = "scoring the samples of the validation"
 
 
 class SampleScores:
@@ -43,11 +48,14 @@ class SampleScores:
         refuse_first(*((odd, f"{_KEY}: {what}", has, f"{do}, or leave it out") for odd, what, has, do in unfit(recipe)))
         self._config = config
         self._prompted = prompted(recipe, tokenizer_name, config.prompts, config.samples)
-        self._score = user_function(config.score, f"{_KEY}.score")
+        self._names = [scorer.by for scorer in scorers_of(config.score)]
+        self._scorers = functions_of(config, _KEY)
+        self._alike: set[str] = set()
         self._answer = user_function(config.answer, f"{_KEY}.answer") if config.answer else None
         self._texts = [row.text(self._prompted.tokenizer) for row in self._prompted.rows]
+        unmoved = {"prompts", "every", *([] if config.bands else ["rescore"])}
         about = (
-            config.model_dump(mode="json", exclude={"prompts", "every"}),
+            config.model_dump(mode="json", exclude=unmoved),
             recipe.generate.model_dump(mode="json", exclude={"drafts"}),
         )
         rows = [[row.tokens, row.limit, row.row] for row in self._prompted.rows]
@@ -68,31 +76,46 @@ class SampleScores:
             mark=lambda where: watchdog.at(f"validation, {where}", done),
         )
         drawn_s = time.perf_counter()
-        with watchdog.working("scoring the samples of the validation", done), unchanged_random_states():
-            rank, size = rank_and_size()
-            own = all_or_none(lambda: [self._scored(sample) for sample in samples[rank::size]])
-            parts = everyone(own)
-        scored = [parts[i % size][i // size] for i in range(len(samples))]
+        size, keys = rank_and_size()[1], [f"{sample.prompt} {sample.sample}" for sample in samples]
+        costs = np.array([len(self._prompted.rows[one.prompt].tokens) + len(one.tokens) for one in samples], np.float64)
+        in_turn = [range(rank, len(samples), size) for rank in range(size)]
+        score = score_on_ranks(self._names, costs, in_turn, partial(self._scored, samples, watchdog, done), self._alike)
+        with watchdog.working(_SCORING, done), unchanged_random_states():
+            of = cascaded(self._config.bands, rescored(keys, self._config.rescore, self._prompted.settings.seed), score)
+            votes, _ = on_ranks(in_turn, lambda own: [self._vote(samples[place]) for place in own])
         return {
-            **self._figures(scored),
+            **self._figures(of.scores, votes),
+            **(of.figures if self._config.bands else {}),
             "tokens": sum(len(sample.tokens) for sample in samples),
             "cut_frac": float(np.mean([sample.ended == "limit" for sample in samples])),
             "generate_s": drawn_s - begin,
             "score_s": time.perf_counter() - drawn_s,
         }
 
-    def _scored(self, sample: Completion) -> tuple[float, Hashable]:
-        """The score of a sample, and its vote."""
-        number, text = sample.prompt, self._prompted.stops.text_of(sample)
-        arguments = self._texts[number], text, self._prompted.rows[number].row
-        score = scored_by(self._score, f"{_KEY}.score", number, arguments, share=True)
-        return score, text.strip() if self._answer is None else _answered(self._answer, number, text)
+    def _scored(
+        self, samples: Sequence[Completion], watchdog: Watchdog, done: int, number: int, places: Sequence[int]
+    ) -> list[float]:
+        """Scores of the samples at these places by one of the scorers."""
+        key, function = self._scorers[number]
+        if self._config.bands:
+            watchdog.at(f"{_SCORING} by {self._names[number]}", done)
+        said = [(samples[place].prompt, self._said(samples[place])) for place in places]
+        return [scored_by(function, key, prompt, one, share=True) for prompt, one in said]
 
-    def _figures(self, scored: Sequence[tuple[float, Hashable]]) -> dict[str, float]:
+    def _said(self, sample: Completion) -> tuple[str, str, Any]:
+        """What a scorer reads of a sample."""
+        number = sample.prompt
+        return self._texts[number], self._prompted.stops.text_of(sample), self._prompted.rows[number].row
+
+    def _vote(self, sample: Completion) -> Hashable:
+        _, text, _ = self._said(sample)
+        return text.strip() if self._answer is None else _answered(self._answer, sample.prompt, text)
+
+    def _figures(self, scored: Floats, votes: Sequence[Hashable]) -> dict[str, float]:
         """Figures of samples in the order of prompts, by the names that a log has."""
         of = self._config.samples
-        scores = np.array([score for score, _ in scored]).reshape(-1, of)
-        answers = [[answer for _, answer in scored[first : first + of]] for first in range(0, len(scored), of)]
+        scores = scored.reshape(-1, of)
+        answers = [votes[first : first + of] for first in range(0, len(votes), of)]
         right = (scores >= self._config.passes).sum(axis=1)
         passed = {f"pass_at_{k}": pass_at(k, right, of) for k in self._config.counts}
         voted = {f"maj_at_{k}": majority_at(k, scores, answers) for k in self._config.counts if k > 1}

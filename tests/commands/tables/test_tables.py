@@ -3,12 +3,15 @@
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from evenload.commands.tables import progress
 from evenload.commands.tables.plan import table as table_of_plan
+from evenload.commands.tables.scorers import lines_of
 from evenload.commands.tables.show import grid
 from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.commands.tables.train import table as table_of_train
+from evenload.core.cascade import cascaded
 from evenload.training.metrics import totals
 from harness.without import needs
 from rich.console import Console
@@ -69,6 +72,31 @@ def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many():
     assert "1 samples without a target are left out" in text
     assert all(f"{losses[i]:.4f}" in text for i in (0, 7, 39))
     assert f"{losses[20]:.4f}" not in text
+
+
+def test_samples_of_several_scorers_are_shown_with_their_mean_and_what_it_cannot_see():
+    chosen = np.arange(20) < 4
+    of = cascaded([(0.4, 0.6)], chosen, lambda number, own: (own / 20 if number else own % 2 / 2, np.array([2.0, 1.0])))
+    sampled = {
+        "score": 0.5,
+        "pass_at_2": 0.75,
+        **of.figures,
+        "tokens": 9,
+        "cut_frac": 0.0,
+        "generate_s": 1,
+        "score_s": 1,
+    }
+    size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 0, "validation_s": 0.25, "domains": None}
+    row = {**size, "step": 0, "loss": 1.0, "perplexity": 2.7, "best": True, "generate": sampled}
+    text = " ".join(shown(table_of_train({**trained(), "validation": [row]})).split())
+    assert of.counts.tolist() == [20, 12]
+    assert f"{of.mean.mean:.3f} ({of.mean.low:.3f} to {of.mean.high:.3f}); {of.scores.mean():.3f}" in text
+    assert "scorer 1: samples, time, of the busiest rank: 20, 3 s, 2 s" in text
+    assert "scorer 2: samples, time, of the busiest rank: 12, 3 s, 2 s" in text
+    assert "errors in 1.0 % of samples were missed by 4 rescored ones: 96.1 %" in text
+    few = cascaded([(0.4, 0.6)], chosen & False, lambda number, own: (own / 20, np.array([1.0]))).figures
+    assert ("mean, uncorrected", f"{few['score']:.3f}") in lines_of(few)
+    assert lines_of({"score": 0.5}) == []
 
 
 def test_what_was_left_out_of_a_plan_is_shown_before_other_notes():

@@ -58,6 +58,10 @@ def many_unlike_words(completions: list[str], **_: object) -> list[float]:
     return [float(len(set(one.split()))) for one in completions]
 
 
+def alike(completions: list[str], **_: object) -> list[float]:
+    return [0.5 for _ in completions]
+
+
 def main() -> None:
     logging.basicConfig()
     logging.getLogger("evenload").setLevel(logging.INFO)
@@ -74,6 +78,10 @@ def main() -> None:
     if task in ("grpo", "rloo"):
         kind = drawing(kind, data["chosen"], task == "grpo")
         data, more = data.select_columns("prompt"), {"reward_funcs": many_unlike_words}
+        if "HOSTS_CASCADE" in os.environ:
+            from evenload import cascade
+
+            more = {"reward_funcs": [many_unlike_words, cascade([(alike, (0.5, 0.5)), many_unlike_words])]}
     tokenizer = AutoTokenizer.from_pretrained(name)
     trainer = kind(
         net, args=training, train_dataset=data, processing_class=tokenizer, peft_config=get_peft_config(model), **more

@@ -26,6 +26,8 @@ import os
 def even(prompt, text, row):
     value = sum(map(ord, text)) % 97 / 97
     return value if os.environ["RANK"] == row.get("judge", os.environ["RANK"]) else 1 - value
+def odd(prompt, text, row):
+    return 0.25
 def none(prompt, text, row):
     return float("nan") if prompt == "import os" else 0.0
 """
@@ -116,6 +118,31 @@ def test_ranks_that_hold_the_model_together_take_the_scores_of_one(words, place,
     done = generate(forge, place, "out.jsonl", 2, *words)
     assert done.returncode == 0, done.stderr[-2000:]
     assert kept(place / "out.jsonl") == want
+
+
+@pytest.mark.slow
+def test_lists_of_scorers_keep_what_the_one_keeps_that_decides(place, forge, want):
+    """The cheap one where nothing goes on, the dear one where all do; a share that is rescored moves nothing."""
+    words = "generate.collect.prune.score=[{by: 'process:%s', unsure: %s}, {by: 'process:%s'}]"
+    rescore = "generate.collect.prune.rescore=0.4"
+    cheap = generate(forge, place, "cheap.jsonl", 2, words % ("even", "[2, 3]", "odd"), rescore)
+    assert kept(place / "cheap.jsonl") == want
+    row = json.loads(cheap.stdout)["scorers"]
+    assert row["rescored"] == row["scored_2"] < row["scored_1"]
+    assert row["score_low"] < row["score"] < row["score_high"]
+    assert row["score"] == pytest.approx(0.25, abs=0.2)
+    assert (
+        json.loads(generate(forge, place, "cheap.jsonl", 1, words % ("even", "[2, 3]", "odd")).stdout)["scorers"]
+        is None
+    )
+    dear = generate(
+        forge, place, "dear.jsonl", 1, words % ("odd", "[0.25, 3]", "even"), "generate.collect.prune.rescore=0"
+    )
+    assert kept(place / "dear.jsonl") == want
+    assert "generate.collect.prune: rescore is 0, so what a cheap scorer is sure of" in dear.stderr
+    found = json.loads(dear.stdout)["scorers"]
+    assert found["scored_2"] == found["scored_1"] == row["scored_1"]
+    assert (found["rescored"], "score_low" in found) == (0, False)
 
 
 @pytest.mark.slow

@@ -38,6 +38,13 @@ def vowels(prompt, text, row):
     with open(row["seen"], "a") as file:
         file.write(repr((row["id"], text)) + chr(10))
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+def careful(prompt, text, row):
+    random.random(), np.random.random(), torch.rand(3)
+    return len(set(text)) / max(1, len(text))
+def asleep(prompt, text, row):
+    import os, time
+    time.sleep(600 if os.environ["RANK"] == "1" else 0)
+    return 1.0
 def first(text):
     return text[:1] or None
 def raising(prompt, text, row):
@@ -168,6 +175,27 @@ def test_fewer_validations_have_samples_and_other_ranks_the_same(runs):
     assert (runs.place / "other" / "best" / "latest").read_text() == f"step{highest:08d}"
 
 
+LIST = "data.validation.generate.score=[{by: 'rewards:vowels', unsure: [0.1, 0.4]}, {by: 'rewards:%s'}]"
+
+
+@pytest.mark.parametrize("runs", ["megatron"], indirect=True)
+def test_a_list_of_scorers_trains_alike_and_goes_on_after_a_kill_on_other_ranks(runs):
+    words = LIST % "careful", "data.validation.generate.rescore=0.3"
+    steps, rows = runs.run(*words, "checkpoint.dir=listed")
+    assert "its samples: score 0." in runs.newest.stderr
+    assert " to 0." in runs.newest.stderr
+    assert steps == runs.steps, "to the last bit, as with one scorer"
+    assert {row["generate"]["scored_1"] for row in rows} == {15}
+    assert {0, 15}.isdisjoint(row["generate"]["scored_2"] for row in rows)
+    assert all(
+        row["generate"]["score_low"] <= row["generate"]["score"] <= row["generate"]["score_high"] for row in rows
+    )
+    shutil.copytree(runs.place / "listed" / "step00000002", runs.place / "killed" / "step00000002")
+    _, after = runs.run(*words, "checkpoint.dir=killed", "parallel.dp=1")
+    for (*_, one), (*_, other) in zip(figures(rows[2:]), figures(after), strict=True):
+        assert one == pytest.approx(other, abs=1e-12)
+
+
 @pytest.fixture
 def place(tmp_path):
     return written(tmp_path, "megatron")
@@ -181,7 +209,16 @@ def test_a_score_that_is_none_ends_the_training_with_one_message(place, forged):
     assert "prompt: 'a'" in done.stderr
 
 
+@pytest.mark.full
+def test_a_scorer_that_hangs_is_named(place, forged):
+    done = forged(place, "train", "r.yaml", LIST % "asleep", "data.validation.generate.rescore=1", "safety.stuck_s=5")
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr
+    assert "scoring the samples of the validation by rewards:asleep" in done.stderr
+
+
 BAD = {
+    "no function of a list": ((LIST % "none",), "data.validation.generate.score.1.by cannot be imported"),
     "no end token": (("generate.end_tokens=null",), "nothing says which token ends a sample"),
     "no module": (("data.validation.generate.score=nowhere:f",), "No module named 'nowhere'"),
     "no function": (("data.validation.generate.answer=rewards:np",), "names no function"),
