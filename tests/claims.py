@@ -513,6 +513,8 @@ benchmarks/results/published.md
 benchmarks/results/rollouts.md
   | reasoning 256 x 16 | 808, 0.28 | 659, 1.18x, 0.11 |
     benchmarks/rollouts/test_rollouts.py::test_spreading_gains_over_groups_and_moving_more
+  **The paper's means are not reached but where quality may fall to 80 %**
+    benchmarks/rollouts/test_rollouts.py::test_a_cascade_is_planned_as_published_and_never_serves_less_than_one_model
   **3 % over the bound is not reached**
     plugins/rollout/test_plan.py::test_no_rollout_ends_before_its_bound
 benchmarks/results/search.md

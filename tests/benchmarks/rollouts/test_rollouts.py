@@ -18,6 +18,14 @@ def test_orders_that_know_lengths_wait_less_than_first_come(benchmark):
     assert 0.3 < online["share_of_longest_tenth"] < 0.45
 
 
+def test_a_cascade_is_planned_as_published_and_never_serves_less_than_one_model(benchmark):
+    (row,) = benchmark("published/cascadia.py", "--quick")["rows"]
+    assert sum(row["devices"]) <= 32
+    assert row["most"]["ours"] >= max(row["most"]["one model"], row["most"]["equal"]) > 0
+    assert row["latency"]["one model"] == pytest.approx(row["seconds"]["one model"] / row["seconds"]["ours"])
+    assert row["latency"]["one model"] > 1
+
+
 def test_spreading_gains_over_groups_and_moving_more(benchmark):
     (row,) = benchmark("rollouts/ranks.py", "--quick")["rows"]
     seconds = row["rollout_s"]
