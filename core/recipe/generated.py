@@ -26,6 +26,7 @@ class CascadeScorer(Frozen):
     """One of a list of scorers, cheap to dear."""
 
     by: FunctionName
+    """`module:function`."""
     unsure: Band | None = None
     """From and to which score the next one decides."""
 

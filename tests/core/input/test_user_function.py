@@ -78,7 +78,7 @@ def keys_of_functions(schema, node, above=()):
         yield from keys_of_functions(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], above)
     if node.get("pattern") == PATTERN:
         yield ".".join(above)
-    below = [((), one) for one in [*node.get("anyOf", []), *node.get("allOf", []), *node.get("prefixItems", [])]]
+    below = [((), one) for kind in ("anyOf", "oneOf", "allOf", "prefixItems") for one in node.get(kind, [])]
     below += [((), node[name]) for name in ("items", "additionalProperties") if isinstance(node.get(name), dict)]
     below += [((name,), one) for name, one in node.get("properties", {}).items()]
     for more, one in below:
@@ -101,8 +101,8 @@ def test_nothing_but_these_keys_names_a_function():
         for path, tree in trees().items()
     }  # fmt: skip
     assert {path: words for path, words in calls.items() if words} == {
-        "training/preflight.py": ["word"],
-        "plugins/rollout/keeping.py": ["rule.prune.score"],
+        "core/cascade.py": ["name"],
+        "training/preflight.py": ["config.answer"],
         "plugins/verdicts/answering.py": ["word"],
-        "training/sampling/scored.py": ["config.score", "config.answer"],
+        "training/sampling/scored.py": ["config.answer"],
     }
