@@ -34,6 +34,8 @@ class Documents(Protocol):
     """Every token id is below it; None where only reading all tokens would tell (`scan_vocab_size` does that)."""
     spans: TargetSpans | None = None
     """Which tokens are targets; None: all are."""
+    weighed_spans: TargetSpans | None = None
+    """The same with those of weight 0; None: there are no weights."""
     weights: WeightRuns | None = None
     """The weights of targets, none of which is 0; None: each is 1."""
     keys: NDArray[np.int64] | None = None

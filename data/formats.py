@@ -74,7 +74,7 @@ def open_documents(spec: str, settings: Settings) -> Documents:
         spans = documents.spans or everything
         documents.weights = read_weights(rows, settings.weights, documents, spans)
         if documents.weights is not None:
-            documents.spans = documents.weights.nonzero(spans)
+            documents.weighed_spans, documents.spans = spans, documents.weights.nonzero(spans)
     return documents
 
 

@@ -34,6 +34,9 @@ class MixedSource(Source):
         own_sums = [part.weight_sums for part in self.parts.values() if part.weight_sums is not None]
         assert len(own_sums) in (0, len(parts)), "a column of weights is asked of all domains"
         self.weight_sums = np.concatenate(own_sums) if own_sums else None
+        divisors = [part.divisor for part in self.parts.values()]
+        columns = [one for one in divisors if isinstance(one, np.ndarray)]
+        self.divisor = np.concatenate(columns) if columns else divisors[0]
         self.numbers = DomainNumbers({name: len(part.lengths) for name, part in self.parts.items()})
         for column in (self.lengths, self.targets, self.groups, self.trunks, self.weight_sums):
             if column is not None:

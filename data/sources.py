@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.aliases import Floats
+from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError
 from .content import Watch, fingerprint
 from .documents import Documents
@@ -33,12 +33,15 @@ from .samples.weights import with_weights
 from .tokenizers import open_tokenizer
 
 LossOn = Literal["completion", "all"]
+WeightDivisor = Literal["tokens", "sequences"] | float
 
 
 class Source:
     """Samples 0 .. num_samples-1 of documents that are cut; their lengths are known at once, their tokens on demand."""
 
-    def __init__(self, documents: Documents, cut: Cut, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, documents: Documents, cut: Cut, vocab_size: int | None = None, divisor: float | Ints | None = None
+    ) -> None:
         self._documents = documents
         self._cut = cut
         self._declared_vocab_size = vocab_size
@@ -58,6 +61,9 @@ class Source:
             self.trunks = np.where(cut.start == 0, trunks, 0)
         self.weight_sums = cut.weight_sums
         """[num_samples] what the weights of each sample's targets add up to, read-only; None: each weight is 1."""
+        self.divisor = divisor
+        """What a batch's weighted losses are divided by, or [num_samples] what each sample adds to that; None: what
+        the weights add up to."""
         self._watch = Watch(self.name, documents.files, lambda: fingerprint(documents, cut))
         for column in (self.lengths, self.targets, self.groups, self.trunks, self.weight_sums):
             if column is not None:
@@ -158,6 +164,7 @@ def open_source(
     loss_on: LossOn = "completion",
     group: str | None = None,
     weight_column: str | None = None,
+    weight_divisor: WeightDivisor | None = None,
 ) -> Source:
     """Open the data that ``spec`` names (see the table above).
 
@@ -165,9 +172,9 @@ def open_source(
     for ``long_samples``. ``tokenizer`` is ``bytes``, a tokenizer.json or a folder, for text. ``text_key`` names the
     field or column; by default the kind of row tells. ``append_eos`` puts the tokenizer's end of sequence after texts
     (None: after completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``group`` names a
-    field: samples of one value stay together. ``weight_column`` names one of the weights of targets. ``vocab_size`` is
-    the model's: data known to exceed it is refused here, any other token that does when it is read. Without it a
-    tokenizer says which ids are possible.
+    field: samples of one value stay together. ``weight_column`` names one of the weights of targets, and
+    ``weight_divisor`` says `Source.divisor`. ``vocab_size`` is the model's: data known to exceed it is refused here,
+    any other token that does when it is read. Without it a tokenizer says which ids are possible.
 
     Raises `EvenloadError` when there is no such data, when it is empty or damaged, or when settings contradict.
     """
@@ -180,6 +187,7 @@ def open_source(
         do = "use the tokenizer that the data was made with, or a model with a larger vocabulary"
         raise EvenloadError(f"the tokens of {spec} do not fit the vocabulary", detail, do)
     samples = cut(documents.lengths, max_length, long_samples, min_length)
+    divisor = _divisor(weight_divisor, samples, documents)
     samples = with_targets(samples, documents.lengths, documents.spans)
     samples = with_weights(samples, documents.lengths, documents.spans, documents.weights)
     if not len(samples.length):
@@ -193,4 +201,14 @@ def open_source(
         detail = f"{len(samples.length)} samples without one token that carries loss"
         do = "check the data and its labels, data.max_length and data.loss_on"
         raise EvenloadError(f"{spec} has no target to train on", detail, do)
-    return Source(documents, samples, limit)
+    return Source(documents, samples, limit, divisor)
+
+
+def _divisor(asked: WeightDivisor | None, samples: Cut, documents: Documents) -> float | Ints | None:
+    """`Source.divisor`: of each sample 1, or its tokens that carry loss, of weight 0 too, so that no weight decides."""
+    if asked == "sequences":
+        return np.ones(len(samples.length), dtype=np.int64)
+    if asked != "tokens":
+        return asked
+    counted = with_targets(samples, documents.lengths, documents.weighed_spans or documents.spans).targets
+    return np.maximum(samples.length - 1, 0) if counted is None else counted

@@ -7,7 +7,8 @@ target tokens of what runs, so nothing else changes. Every sample runs exactly o
 still wait, and for how many ranks the rule decides, because a run that goes on with other ranks must see the same
 batches. A state with waiting samples that is resumed without the plugin runs them in its first step.
 
-A sample without one token that carries loss changes no sum: it is drawn in its turn, left out and counted. Where a
+A sample without one token that carries loss changes no sum: it is drawn in its turn, left out and counted, in the
+divisor of weighted losses too, where one is given. Where a
 batch has no other the draw is empty, which the planner refuses when its step comes.
 
 Where samples are in groups, the order is one of groups, and a batch takes whole ones (`WholeGroups`). Where they are of
@@ -149,11 +150,13 @@ class Drawing:
         groups: NDArray[np.int64] | None = None,
         trunks: NDArray[np.int64] | None = None,
         weight_sums: Floats | None = None,
+        divisor: float | Ints | None = None,
         domains: Domains | None = None,
     ) -> None:
         self._lengths = lengths
         self._groups, self._trunks = groups, trunks
         self._targets, self._weight_sums = targets, weight_sums
+        self._divisor = divisor
         self._size, self._domains = size, domains
         mixture = domains.mixture if domains else None
         self._order: Any
@@ -186,10 +189,9 @@ class Drawing:
         if self._overrides:
             self._order = replace(self._order, shares_override=self._overrides[0])
             self._overrides = self._overrides[1:] or self._overrides
-        drawn = self._next()
-        num_drawn = len(drawn)
+        drawn, left_out = self._next(), _NONE
         if self._targets is not None:
-            drawn = drawn[self._targets[drawn] > 0]
+            drawn, left_out = drawn[self._targets[drawn] > 0], drawn[self._targets[drawn] == 0]
         samples = np.concatenate([self._waiting.samples, drawn])
         waited = np.concatenate([self._waiting.steps, np.zeros(len(drawn), dtype=np.int64)])
         lengths = self._lengths[samples]
@@ -206,10 +208,11 @@ class Drawing:
             self._state(),
             delay_steps,
             targets,
-            without_target=num_drawn - len(drawn),
+            without_target=len(left_out),
             groups=groups,
             trunks=trunks,
             own_sums=sums,
+            divisor=_divisor_of(self._divisor, samples[runs], left_out),
         )
         return draw if self._domains is None else self._domains.marked(draw)
 
@@ -347,10 +350,18 @@ def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
     targets = None if source.targets is None else source.targets[samples]
     sums = None if source.weight_sums is None else source.weight_sums[samples]
     domain = source.numbers.domain_of(samples) if isinstance(source, MixedSource) else None
-    return Draw(samples, source.lengths[samples], {}, targets=targets, own_sums=sums, domain=domain)
+    divisor = _divisor_of(source.divisor, samples)
+    return Draw(samples, source.lengths[samples], {}, targets=targets, own_sums=sums, domain=domain, divisor=divisor)
+
+
+def _divisor_of(divisor: float | Ints | None, *samples: Ints) -> float | None:
+    """What a source (`Source.divisor`) divides the losses of a batch of these samples by."""
+    if isinstance(divisor, np.ndarray):
+        return float(sum(divisor[numbers].sum() for numbers in samples))
+    return divisor
 
 
 def columns_of(source: Source) -> dict[str, Any]:
     """What `Drawing` knows of the samples of a source besides their lengths."""
     columns = {"targets": source.targets, "groups": source.groups, "trunks": source.trunks}
-    return {**columns, "weight_sums": source.weight_sums}
+    return {**columns, "weight_sums": source.weight_sums, "divisor": source.divisor}

@@ -205,7 +205,7 @@ def labels_of(draw: Draw, source_of: Callable[[int], Source]) -> Labels | None:
     if sums is None:
         return labels
     factors = np.broadcast_to(draw.weight, len(samples))
-    weights = TargetWeights(lambda index: factors[index] * source_of(index).weights(samples[index]), sums)
+    weights = TargetWeights(lambda index: factors[index] * source_of(index).weights(samples[index]), sums, draw.divisor)
     return labels._replace(weights=weights)
 
 

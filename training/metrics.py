@@ -39,8 +39,9 @@ class DomainLoss(TypedDict):
 def domain_losses(names: Sequence[str], parts: Iterable[tuple[Draw, Scores]]) -> dict[str, DomainLoss]:
     """The losses of every domain that has a target, from draws and what they came to; ``names`` ascend."""
     rows = [
-        (draw.domain, draw.lengths, one.losses, one.targets, one.targets if one.weights is None else one.weights)
+        (draw.domain, draw.lengths, one.losses, one.targets, one.targets if plain else one.weights)
         for draw, one in parts
+        for plain in [one.weights is None or one.divisor is not None]  # of weights with a divisor no mean need exist
         if draw.domain is not None
     ]
     domain, lengths, losses, targets, weights = map(np.concatenate, zip(*rows, strict=True))

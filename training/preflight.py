@@ -61,7 +61,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     recipe, layout = runnable(recipe, world_size)
     refuse_idle_ranks(recipe.train, layout.dp)
     source, weights, validation = open_data(recipe), recipe.model.weights, recipe.data.validation
-    scored = recipe.data.model_copy(update={"group": None, "weight_column": None})
+    scored = recipe.data.model_copy(update={"group": None, "weight_column": None, "weight_divisor": None})
     held_out = open_all(scored, validation.source, validation.domains, weights) if validation else None
     more = ", or data.max_length so that long samples are split"
     refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..aliases import Floats, Ints
+from ..aliases import Divisor, Floats, Ints
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import StepPlan, as_lengths
@@ -88,6 +88,8 @@ class Draw(NamedTuple):
     """By which the weights of all targets are multiplied, or those of each sequence [S]."""
     own_sums: Floats | None = None
     """What the weights that the data give each sequence's targets add up to [S]; None: each of these is 1."""
+    divisor: Divisor = None
+    """What is given to divide the weighted losses by; no ``weight`` changes it."""
     part: BatchPart | None = None
     """Of which batch these are the sequences of one replica; None: they are all there are."""
 
@@ -107,8 +109,8 @@ class Draw(NamedTuple):
 
     @property
     def weight_sums(self) -> Floats | None:
-        """What the weights of each sequence's targets add up to [S]; None: each is 1."""
-        if self.own_sums is None and np.all(np.equal(self.weight, 1.0)):
+        """What the weights of each sequence's targets add up to [S]; None: each is 1, and no divisor is given."""
+        if self.own_sums is None and self.divisor is None and np.all(np.equal(self.weight, 1.0)):
             return None
         return np.asarray((self.num_targets if self.own_sums is None else self.own_sums) * self.weight, np.float64)
 
@@ -369,9 +371,9 @@ def _cause(answers: list[bytes]) -> str:
 
 
 def _digest(plan: StepPlan, draw: Draw) -> bytes:
-    """What all ranks must hold alike: a plan, and the weights in the loss, of which no plan knows."""
-    sums = draw.weight_sums
-    return plan.digest if sums is None else blake2b(plan.digest + sums.tobytes(), digest_size=16).digest()
+    """What all ranks must hold alike: a plan, and the weights in the loss and their divisor, of which no plan knows."""
+    sums, divisor = draw.weight_sums, repr(draw.divisor).encode()
+    return plan.digest if sums is None else blake2b(plan.digest + sums.tobytes() + divisor, digest_size=16).digest()
 
 
 def _refuse_divergence(digests: list[bytes], step: int) -> None:

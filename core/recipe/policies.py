@@ -3,6 +3,7 @@ together."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Rule
@@ -30,7 +31,21 @@ def rules_of_policies(recipe: Any) -> list[Rule]:
     lacking = [rule for kind, one in chosen.items() if one for rule in _rules_of_lacking(recipe, kind, one)]
     by_gradient = rules_of_gradients(recipe) if select and "gradients" in select.policy.needs else ()
     own = [*(_rules_of_selection(recipe, select) if select else ()), *by_gradient]
-    return [*lacking, *own, *_rules_of_weights(recipe, chosen["weight"])]
+    weights = *_rules_of_weights(recipe, chosen["weight"]), *rules_of_divisor(recipe.data, chosen)
+    return [*lacking, *own, *weights]
+
+
+def rules_of_divisor(data: Any, chosen: Mapping[Kind, ChosenPolicy | None]) -> list[Rule]:
+    """What a divisor of weighted losses needs, and what it does not go with."""
+    divides, asked = data.weight_divisor is not None, f"data.weight_divisor {data.weight_divisor}"
+    kind = next((kind for kind in ("mix", "weight") if chosen.get(kind)), "")
+    what = f"a {kind} policy needs a loss that is divided by what its weights add up to"
+    without = "data.weight_divisor divides losses with weights from the data, and there are none"
+    do = "leave data.weight_divisor out, or"
+    return [
+        (divides and data.weight_column is None, without, asked, f"{do} set data.weight_column"),
+        (divides and bool(kind), what, asked, f"{do} the policy"),
+    ]
 
 
 def _rules_of_weights(recipe: Any, chosen: ChosenPolicy | None) -> list[Rule]:

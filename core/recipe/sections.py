@@ -200,6 +200,9 @@ class Data(Section):
     weight_column: str | None = None
     """Field of the weights of targets in the loss: a number a row, or a list of one for each target token, of any sign.
     Tokens of weight 0 carry no loss. Null: each weight is 1, as in data.validation."""
+    weight_divisor: Literal["tokens", "sequences"] | bounds.Amount | None = None
+    """What weighted losses are divided by, so that weights may add up to 0: tokens that carry loss or sequences, of
+    weight 0 too, or a number. Null: what the weights add up to."""
     validation: Validation | None = None
     """What `train` evaluates now and then; null: nothing."""
 

@@ -126,14 +126,16 @@ def plain_gradients(
     routers: Replayer | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of any causal language model on whole samples, in the precision of its weights. ``labels``:
-    -100 where a token carries no loss, as Hugging Face models take them; their weights are added up here once more.
-    ``routers``: of the model, where they replay routes."""
+    -100 where a token carries no loss, as Hugging Face models take them; their weights are added up here once more,
+    where no divisor is given. ``routers``: of the model, where they replay routes."""
     samples = [torch.as_tensor(tokens_of(i))[:n].long() for i, n in enumerate(lengths.tolist())]
     wanted = samples if labels is None else [torch.as_tensor(labels.of(i)[: len(s)]) for i, s in enumerate(samples)]
     weights = [(labels_L != -100).double() for labels_L in wanted]
     if labels is not None and labels.weights is not None:
         weights = [w * torch.tensor(labels.weights.of(i)[: len(w)]) for i, w in enumerate(weights)]
-    divisor = sum(float(weights_L[1:].sum()) for weights_L in weights)
+    divisor = labels.weights.set_divisor() if labels and labels.weights else None
+    if divisor is None:
+        divisor = sum(float(weights_L[1:].sum()) for weights_L in weights)
     model.zero_grad(set_to_none=True)
     total = 0.0
     for number, (sample, labels_L) in enumerate(zip(samples, wanted, strict=True)):

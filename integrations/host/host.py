@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
 from ...core.plan.action import Program
@@ -117,8 +116,8 @@ class Host(ABC):
         ``company``: of adapters on replicas, what all of them train in the step; None: the plan is all.
 
         Raises EvenloadError, before the update, where `labels` and tokens have another number of targets; with
-        ``inspect`` it does not. Raises it before the passes where the weights of the labels add up to 0, or to no
-        finite number.
+        ``inspect`` it does not. Raises it before the passes where the weights of the labels add up to no finite number,
+        or to 0 without a divisor that is given.
         """
         clock = BusyClock(self.device, record=record)
         collector = LossCollector(len(plan.lengths), self.device, labels) if self.scores_steps else None
@@ -131,7 +130,7 @@ class Host(ABC):
         mark(UPDATE)
         with clock.noting("U"):
             norm = self.trained.update(lr)
-        scores = scores_of(summed)._replace(weights=_sums_of(labels)) if summed else None
+        scores = scores_of(summed)._replace(**_weights_of(labels)) if summed else None
         return replace(result, grad_norm=norm, scores=scores, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(
@@ -170,7 +169,7 @@ class Host(ABC):
             collector = VectorCollector(len(plan.lengths), self.device, shape_of(self.recipe.model).hidden_size)
         with collector.watching(self.output_layer):
             self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
-        return collector.scores()._replace(weights=_sums_of(labels))
+        return collector.scores()._replace(**_weights_of(labels))
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
         """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They
@@ -321,8 +320,10 @@ class Host(ABC):
         return self._plane
 
 
-def _sums_of(labels: Labels | None) -> Floats | None:
-    return labels.weights.sums if labels and labels.weights else None
+def _weights_of(labels: Labels | None) -> dict[str, Any]:
+    """Fields of `Scores` that the weights of labels fill."""
+    weights = labels and labels.weights
+    return {"weights": weights.sums, "divisor": weights.set_divisor()} if weights else {}
 
 
 def _refuse_other_targets(result: StepResult, labels: Labels | None) -> None:

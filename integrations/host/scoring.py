@@ -41,11 +41,13 @@ class Scores(NamedTuple):
     """float64 [N]: sum over these of max(loss - loss of a reference, 0), each times its weight; None: there is none."""
     vectors: Floats | None = None
     """float64 [N, D]: sum over the tokens of place (from 1) x last hidden state; None: nobody asked."""
+    divisor: float | None = None
+    """What is given in place of the sum of weights (`TargetWeights.divisor`); None: nothing is."""
 
     @property
     def loss(self) -> float:
-        """The mean loss of a target token by their weights; not a number where there is none."""
-        count = int(self.targets.sum()) if self.weights is None else float(self.weights.sum())
+        """The mean loss of a target token by their weights, or over the given divisor; not a number without either."""
+        count = self.divisor or float((self.targets if self.weights is None else self.weights).sum())
         return float(self.losses.sum()) / count if count else math.nan
 
 

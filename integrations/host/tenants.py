@@ -2,7 +2,8 @@
 
     loss of a step = sum over tenants of (sum of the tenant's token losses / its target tokens)
 
-(where targets have weights, each loss times its weight / what the weights of the tenant's targets add up to)
+(where targets have weights, each loss times its weight / what the weights of the tenant's targets add up to, or a
+divisor that is given for the tenant)
 so each tenant's gradient is that of its own mean loss, whoever else is in the step, since no token's loss depends on
 another tenant's adapter. Its norm, clip, rate and update are its own, too. A tenant whose loss, gradient or rate is not
 finite, or whose data has other targets than were counted, is not updated, and named; it changes nothing for the others.
@@ -21,7 +22,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.step_plan import StepPlan
 from ...runtime.adapters.adapters import Adapters
-from ...runtime.adapters.company import Company
+from ...runtime.adapters.company import Company, Divided
 from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.labels import Labels
 from ...runtime.world.replicas import job_group
@@ -64,21 +65,21 @@ class Tenants(Trainable):
     def run(self, step: Step) -> StepResult:
         plan, clock = step.plan, step.clock
         company = step.company or company_of(plan, step.labels)
+        divisors = company.divisors
         self.adapters.begin(company.tenants, company.places)
         collector = LossCollector(len(plan.lengths), self._device)
         executed, branches = self._passes(step, collector)
         step.mark("gradient sum")
         with clock.noting("G"):
-            tenants = self._of_tenants(company, collector.summed())
+            tenants = self._of_tenants(company, divisors, collector.summed())
         busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
         count = sum(one.num_targets for one in tenants.values())
         return StepResult(self._loss(), count, busy.total_s, busy.forward_s, executed, branches, tenants=tenants)
 
-    def _of_tenants(self, company: Company, summed: ToHost) -> dict[int, TenantResult]:
+    def _of_tenants(self, company: Company, divisors: Mapping[int, Divided], summed: ToHost) -> dict[int, TenantResult]:
         """Sum the gradients, divide each by its tenant's divisor, and say what came of each tenant. Collective. Passes
         run with the plain sum of token losses: a divisor inside them would be rounded with every token."""
-        divisors, weights = company.divisors, company.weights
-        numbers = sorted(divisors)
+        numbers, weights = sorted(divisors), company.weights
         self.adapters.sum_gradients({number: one.divisor for number, one in divisors.items()})
         norms = self.adapters.norms(numbers)  # with which the losses have come
         scores = scores_of_all(company, scores_of(summed))
@@ -93,7 +94,9 @@ class Tenants(Trainable):
                 failed = f"the weights of its {count} targets add up to 0"
             if (seen := int(scores.targets[own].sum())) != count:
                 failed = f"the data has changed: {seen} targets in the step, {count} counted"
-            own_scores = Scores(scores.losses[own], scores.targets[own], None if weights is None else weights[own])
+            own_scores = Scores(scores.losses[own], scores.targets[own])
+            if weights:
+                own_scores = own_scores._replace(weights=weights.sums[own], divisor=weights.set_divisor(number))
             self._results[number] = TenantResult(loss, count, norm, own_scores, failed)
         return self._results
 

@@ -121,13 +121,14 @@ class PlainModel:
         """Loss and gradients of the whole model by global parameter name, float64 on the CPU. Collective.
 
         The loss is the sum of the losses of all target tokens / their number, as `StepResult.loss`, or by the weights
-        of the labels, which are added up here once more; tensor-parallel
-        shards are those of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
+        of the labels, which are added up here once more, or over a divisor that is given. Tensor-parallel shards are
+        those of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
         """
         batch = list(enumerate(lengths.tolist()))
         weights = labels and labels.weights
         counts = weights.sums if weights else labels.targets if labels else None
-        self.routers.begin(lengths, None if counts is None else float(counts.sum()))
+        set_divisor = weights.set_divisor() if weights else None
+        self.routers.begin(lengths, set_divisor or (None if counts is None else float(counts.sum())))
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in trained.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -148,6 +149,7 @@ class PlainModel:
                     sums[name] += parameter.grad
                     parameter.grad = None
         dist.all_reduce(totals, group=self._workers)
+        loss_sum, divisor = totals[0], totals[1] if set_divisor is None else set_divisor
         self.routers.finish(self._workers)
         for name, total in sums.items():
             dist.all_reduce(total, group=self._workers)
@@ -157,8 +159,8 @@ class PlainModel:
             if ".local_experts." in name:
                 # Cut experts see each token once from every tensor-parallel rank, all of which have it.
                 total /= self._config.expert_tensor_parallel_size
-            total /= totals[1]
-        return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
+            total /= divisor
+        return float(loss_sum / divisor), {name: total.cpu() for name, total in sums.items()}
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -41,7 +41,7 @@ class Scorer(StepHook):
         """The plans of these samples, batch by batch. Collective."""
         starts = range(0, len(samples), self._size)
         parts = [np.asarray(samples[start : start + self._size], np.int64) for start in starts]
-        self._draws = [draw_of(self._job.source, part)._replace(own_sums=None) for part in parts]
+        self._draws = [draw_of(self._job.source, part)._replace(own_sums=None, divisor=None) for part in parts]
         for number in range(len(parts)):
             self._job.watchdog.at("waiting for the plan of samples to score")
             yield self._planner.next(ahead=len(parts) - 1 - number)

@@ -32,7 +32,7 @@ from ...training.hosts import integration
 from ...training.proof.compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update
 from ...training.proof.masking import half_masked
 from ...training.proof.steps import PRECISE, Proven, failures_of, fields_of_ranks
-from ...training.proof.weighing import BOTH, drawn_weights
+from ...training.proof.weighing import KINDS, drawn_weights, scale_of
 from .arrivals.job import TenantJob
 from .replicas import company_of, labels_of_part, tokens_of_part, whole_of
 from .state.drawing import next_of, own_draws
@@ -106,7 +106,7 @@ class TenantBeside:
             loss, expected, tolerance = self._against_a_floor(job, batch, (loss, expected))
             compare_gradients(errors, gradients, expected, tolerance)
         self.allowed = tolerance.of_gradient(errors.gradient.name)
-        errors.loss = compare_number(result.loss, loss)
+        errors.loss = compare_number(result.loss, loss, scale_of(batch[2], batch[1]))
         errors.norm = compare_number(result.grad_norm, norm_of(expected))
         bounds = (("loss", errors.loss, tolerance.loss), ("norm", errors.norm, tolerance.of_norm()))
         errors.over += [f"{what}: {error:.2e}" for what, error, bound in bounds if not error <= bound]
@@ -133,7 +133,11 @@ class TenantBeside:
                 model.close()
         (own_loss, own_gradients), (loss, gradients) = results[own], results[higher]
         off = {name: relative_error(gradient, gradients[name]) for name, gradient in own_gradients.items()}
-        return loss, gradients, self.tolerance.measured(compare_number(own_loss, loss), off)
+        return (
+            loss,
+            gradients,
+            self.tolerance.measured(compare_number(own_loss, loss, scale_of(batch[2], batch[1])), off),
+        )
 
 
 class ProofStep(NamedTuple):
@@ -163,7 +167,7 @@ class ProofStep(NamedTuple):
             labels = masked if keeps else labels
         if self.weighs:
             seeds = [seed, *draw.samples.tolist()]
-            labels = drawn_weights(labels, tokens_of, draw.lengths, BOTH[self.number // 2 % 2], seeds, tenants)
+            labels = drawn_weights(labels, tokens_of, draw.lengths, KINDS[self.number % len(KINDS)], seeds, tenants)
         return labels
 
 
@@ -217,7 +221,7 @@ def _of_replicas(own: Proven) -> Proven:
 def _own(draw: Draw, number: int, tokens_of: TokensOf, labels: Labels | None) -> Batch:
     """The sequences of one tenant, as a batch of its own."""
     places = np.flatnonzero(draw.tenants == number).tolist()
-    return lambda i: tokens_of(places[i]), draw.lengths[places], part_of(labels, places)
+    return lambda i: tokens_of(places[i]), draw.lengths[places], part_of(labels, places, number)
 
 
 def _changed(job: TenantJob, one: TenantBeside, before: AdapterState) -> bool:

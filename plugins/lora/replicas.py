@@ -57,15 +57,12 @@ class Replicas:
         return dealt(self._costs, lengths).replica_of
 
 
-def company_of(draw: Draw, labels: Labels | None = None) -> Company | None:
-    """What all replicas train where a draw is the part of one; ``labels``: of the whole batch, where they are not what
-    the draw says."""
+def company_of(draw: Draw, labels: Labels | None) -> Company | None:
+    """What all replicas train where a draw is the part of one; ``labels``: of the whole batch."""
     if (part := draw.part) is None:
         return None
     whole = part.whole
     assert whole.tenants is not None
-    if labels is None:
-        return Company(whole.tenants, whole.num_targets, whole.weight_sums, part.places, part.counts)
     return Company.of(whole.tenants, whole.lengths, labels)._replace(places=part.places, counts=part.counts)
 
 

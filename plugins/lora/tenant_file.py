@@ -19,6 +19,7 @@ from ...core.errors import refuse_first, shorten
 from ...core.input import bounds, reading
 from ...core.input.validation import refused
 from ...core.recipe.adapter import Adapter, TenantTrain
+from ...core.recipe.policies import rules_of_divisor
 from ...core.recipe.sections import Data, FilePath, Section
 from ...core.recipe.shares import rules_of_domains
 
@@ -88,8 +89,8 @@ def _validated(data: Any, what: str) -> Tenant:
 
 
 def refuse_unmixed(tenant: Tenant) -> None:
-    """Raise EvenloadError for a tenant without data, or with domains that cannot be mixed."""
+    """Raise EvenloadError for a tenant without data, with domains that cannot be mixed, or a divisor of no weights."""
     data, do = tenant.data, "write data: {source: FILE}, or data: {domains: {NAME: {source: FILE}}}"
     without_data = not data.source and data.domains is None
     refuse_first((without_data, "data.source is missing", "neither data.source nor data.domains", do))
-    refuse_first(*rules_of_domains(data, tenant.train))
+    refuse_first(*rules_of_domains(data, tenant.train), *rules_of_divisor(data, {}))

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...core.aliases import Floats, Ints
+from ...core.aliases import Ints
 from ...core.plan.step_plan import Lengths
-from ..attention.labels import Labels
+from ..attention.labels import Labels, TargetWeights
 from ..world.agreement import everyone
 
 
@@ -23,7 +23,7 @@ class Divided(NamedTuple):
 
     num_targets: int
     divisor: float
-    """As many, or what their weights add up to."""
+    """As many, or what their weights add up to, or as given."""
 
 
 class Company(NamedTuple):
@@ -33,8 +33,8 @@ class Company(NamedTuple):
     """Number of each sequence's tenant [N]."""
     targets: Ints
     """Of each sequence [N]."""
-    weights: Floats | None
-    """What the weights of these add up to [N]; None: each is 1."""
+    weights: TargetWeights | None
+    """Of all N; None: each is 1."""
     places: Ints
     """Of the plan's sequences among them."""
     counts: bool = True
@@ -44,15 +44,18 @@ class Company(NamedTuple):
     def of(cls, tenants: Ints, lengths: Lengths, labels: Labels | None) -> Company:
         """All sequences of a step, in the order of a plan of them all."""
         targets = np.maximum(lengths - 1, 0) if labels is None else labels.targets
-        weights = labels.weights.sums if labels and labels.weights else None
-        return cls(tenants, targets, weights, np.arange(len(lengths)))
+        return cls(tenants, targets, labels and labels.weights, np.arange(len(lengths)))
 
     @property
     def divisors(self) -> dict[int, Divided]:
-        """What the losses of each tenant are divided by."""
-        sums = self.targets if self.weights is None else self.weights
-        owned = {int(tenant): self.tenants == tenant for tenant in np.unique(self.tenants)}
-        return {one: Divided(int(self.targets[own].sum()), float(sums[own].sum())) for one, own in owned.items()}
+        """What the losses of each tenant are divided by. Raises EvenloadError for a given divisor that is not finite
+        and above 0."""
+        weights, divided = self.weights, dict[int, Divided]()
+        for tenant in np.unique(self.tenants).tolist():
+            own = self.tenants == tenant
+            count = int(self.targets[own].sum())
+            divided[tenant] = Divided(count, weights.divisor_of(own, tenant) if weights else float(count))
+        return divided
 
     def gathered(self, own: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the plan's sequences, the same on every rank of a replica, as those of all N. Collective."""

@@ -66,7 +66,9 @@ def job(monkeypatch):
     machine = Machine(chain)
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     lengths = np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250])
-    source = SimpleNamespace(lengths=lengths, targets=None, groups=None, trunks=None, weight_sums=None, tokens=None)
+    source = SimpleNamespace(
+        lengths=lengths, targets=None, groups=None, trunks=None, weight_sums=None, divisor=None, tokens=None
+    )
     watchdog = SimpleNamespace(at=lambda *where, **more: None)
     return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, watchdog, source)
 

@@ -279,6 +279,7 @@ fault(
 fault("a late planner goes on", "begun.over.set()\n        # All ranks", "# All ranks")
 fault = of("core/planning/planner.py", cases("core/planning/test_planner.py", k="other_weights"))
 fault("ranks do not compare their weights", "return plan.digest if sums is None", "return plan.digest if plan")
+fault("ranks do not compare the divisors of their losses", "repr(draw.divisor).encode()", 'b""')
 fault = of("core/planning/stages.py", cases("core/planning/test_stages.py"))
 fault("a stage takes the slower plan", "candidate.fits, candidate.step_s) < (", "candidate.fits, candidate.step_s) > (")
 fault("a stage breaks the settings of a later plugin", "None if self.chain.breaks(plan) else judge(", "judge(")
@@ -903,10 +904,54 @@ fault(
     "parallel_state.get_tensor_model_parallel_rank() * len(like_TC)",
     "0",
 )
+killer = cases("integrations/megatron/test_slices.py::test_weights_that_add_up_to_0_train_by_their_divisor[dp2]")
+fault = of("runtime/attention/labels.py", killer)
+fault("a given divisor is rounded to an integer", "return float(divisor)", "return float(round(divisor))")
+fault = of("integrations/megatron/host.py", killer)
+fault(
+    "gradients of weights that add up to 0 are not scaled",
+    "checked_divisor(plan.lengths, step.labels) if weights",
+    "round(float(weights.sums.sum()), 9) if weights",
+)
+fault = of("integrations/megatron/reduction.py", killer)
+fault(
+    "a replica has a divisor of its own",
+    "is None else self._divisor",
+    "is None else self._divisor * self.local_targets * dist.get_world_size() / self.totals[1]",
+)
+killer = cases("integrations/deepspeed/test_engine.py::test_gradients_are_those_of_plain_training[1]")
+fault = of("integrations/deepspeed/engine/host.py", killer)
+fault(
+    "DeepSpeed divides each loss by what weights add up to, whatever is given",
+    '"weight": share / divisor',
+    '"weight": share / (step.labels.weights.sums.sum() if step.labels and step.labels.weights else divisor)',
+)
+fault = of("integrations/deepspeed/engine/stage.py", killer)
+fault(
+    "a micro-batch has a divisor of its own",
+    "return loss * self._weight",
+    "return loss / pack.num_targets",
+)
+killer = cases("integrations/deepspeed/pipeline/test_pipeline.py", k="stages_give and 2-1-names1")
+fault = of("integrations/deepspeed/pipeline/host.py", killer)
+fault(
+    "DeepSpeed's pipeline divides each loss by what weights add up to, whatever is given",
+    '"weight": 1 / divisor',
+    '"weight": 1 / (step.labels.weights.sums.sum() if step.labels and step.labels.weights else divisor)',
+)
+killer = cases("training/test_divisors.py")
+fault = of("data/sources.py", killer)
+fault("tokens of weight 0 are not in the divisor", "documents.weighed_spans or documents.spans", "documents.spans")
+fault = of("plugins/lora/state/drawing.py", killer)
+fault(
+    "tenants have the divisor of the first", "divisor=divisors or None", "divisor=next(iter(divisors.values()), None)"
+)
+fault = of("training/drawing.py", cases("training/test_divisors.py", k="policy"))
+fault("samples that are left out are not in the divisor", ", samples[runs], left_out)", ", samples[runs])")
 killer = cases("integrations/megatron/test_slices.py::test_random_plans_give_the_gradients_of_plain_training[one]")
 fault = of("runtime/attention/labels.py", killer)
 fault(
-    "the weighted loss is divided by the number of targets", "labels.weights.sums.sum(", "count_targets(lengths, labels"
+    "the weighted loss is divided by the number of targets", "labels.weights.divisor_of(", "float(labels.targets.sum()"
 )
 fault = of("runtime/attention/pack.py", killer)
 fault(
@@ -927,13 +972,16 @@ fault(
     "            running.spans = self._last",
 )
 fault = of("runtime/adapters/company.py", cases("integrations/megatron/test_tenants.py", k="gets_alone and one"))
-fault("a tenant is divided by the weights of all", "float(sums[own].sum())", "float(sums.sum())")
+fault("a tenant is divided by the weights of all", "divisor_of(own, tenant)", "divisor_of(slice(None), tenant)")
+fault(
+    "a tenant is divided by what its weights add up to, whatever is given", "divisor_of(own, tenant)", "divisor_of(own)"
+)
 killer = cases("plugins/lora/test_replicas.py", k="what_one_shape_trains")
 fault = of("runtime/adapters/company.py", killer)
 fault(
     "a replica divides by the targets of its part",
-    "tenant): self.tenants == tenant for",
-    "tenant): (self.tenants == tenant) & np.isin(np.arange(len(self.tenants)), self.places) for",
+    "own = self.tenants == tenant\n",
+    "own = (self.tenants == tenant) & np.isin(np.arange(len(self.tenants)), self.places)\n",
 )
 fault = of("runtime/adapters/adapters.py", killer)
 fault("gradients of other replicas are left out", "        job.add_up(flat)\n", "")
@@ -1370,7 +1418,9 @@ fault(
 )
 killer = cases("runtime/attention/test_pack.py", k="its_own_weight")
 fault = of("runtime/attention/labels.py", killer)
-fault("the sum of the weights is rounded to an integer", "labels.weights.sums.sum(", "round(labels.weights.sums.sum()")
+fault(
+    "the sum of the weights is rounded to an integer", "(self.sums[places].sum())", "(round(self.sums[places].sum()))"
+)
 fault = of("runtime/attention/pack.py", killer)
 fault(
     "a target has the weight of the token before it",
@@ -1802,7 +1852,7 @@ killer = cases(
     "plugins/lora/test_shared_plan.py",
 )
 fault = of("integrations/host/tenants.py", killer)
-fault("losses of a tenant's domains grow with their weights", "None if weights is None else weights[own]", "None")
+fault("losses of a tenant's domains grow with their weights", "weights=weights.sums[own]", "weights=None")
 fault = of("plugins/lora/arrivals/opening.py", killer)
 fault("a tenant of domains draws them as one source", "seed=seed, domains=domains, **columns", "seed=seed, **columns")
 fault = of("plugins/lora/shared_plan.py", killer)
@@ -2019,8 +2069,8 @@ fault("a norm lacks what tensor-parallel ranks hold alike", "shares(matrix.kind)
 fault = of("integrations/host/scoring.py", cases("training/test_domain_losses.py"))
 fault(
     "a weighted loss is over the targets",
-    "if self.weights is None else float(self.weights.sum())",
-    "if self.losses.size else 0.0",
+    "(self.targets if self.weights is None else self.weights).sum()",
+    "self.targets.sum()",
 )
 fault = of("runtime/world/agreement.py", cases("runtime/world/test_agreement.py", k="refusal_ends"))
 fault("a refusal of one group ends all others", "filter(None, everyone(error, group))", "filter(None, everyone(error))")

@@ -41,6 +41,9 @@ def test_targets_have_weights_of_their_own_in_the_loss_of_a_domain():
     assert domain_losses(("code", "web"), [weighted]) == {
         "code": {"loss": pytest.approx(4 / 4), "samples": 2, "tokens": 8, "targets": 6}
     }
+    centred = draw, scores._replace(weights=np.array([1.0, 0.0, -1.0 + 1e-16]), divisor=2.0)
+    found = domain_losses(("code", "web"), [centred])
+    assert [one["loss"] for one in found.values()] == [4 / 6, 6 / 3], "no mean by weights that add up to nothing"
 
 
 def test_the_loss_of_all_is_their_mean_by_weights_where_they_have_any():
@@ -49,3 +52,4 @@ def test_the_loss_of_all_is_their_mean_by_weights_where_they_have_any():
     assert Scores(losses, targets, np.array([2.0, 2.5, 0.0])).loss == 9.0 / 4.5
     assert math.isnan(Scores(losses * 0, targets * 0).loss)
     assert math.isnan(Scores(losses, targets, np.zeros(3)).loss)
+    assert Scores(losses, targets, np.zeros(3), divisor=4.5).loss == 9.0 / 4.5

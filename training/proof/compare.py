@@ -146,9 +146,9 @@ def compare_update(
             errors.over.append(f"{what} {worst.name}: {worst.error:.2e}")
 
 
-def compare_number(value: float, reference: float) -> float:
-    """Relative error of a loss or a norm; infinite where one is not finite."""
-    error = abs(value - reference) / (abs(reference) or 1.0)
+def compare_number(value: float, reference: float, least: float = 0.0) -> float:
+    """Relative error of a loss or a norm, by no less than ``least``; infinite where one is not finite."""
+    error = abs(value - reference) / (max(abs(reference), least) or 1.0)
     return error if math.isfinite(error) else math.inf
 
 

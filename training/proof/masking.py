@@ -36,7 +36,8 @@ def half_masked(labels: Labels | None, tokens_of: TokensOf, samples: Ints, lengt
     targets = np.array([np.count_nonzero(of(index)[1:] != IGNORE) for index in range(len(lengths))], dtype=np.int64)
     if targets.any():
         masked = Labels(of, targets)
-        return weighed(masked, tokens_of, lengths, labels.weights.of) if labels and labels.weights else masked
+        weights = labels and labels.weights
+        return weighed(masked, tokens_of, lengths, weights.of, weights.divisor) if weights else masked
     return labels or Labels(tokens_of, np.maximum(lengths - 1, 0))
 
 

@@ -30,7 +30,7 @@ from ..hosts import integration
 from ..job import Job
 from .compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update, parts_of
 from .masking import half_masked
-from .weighing import By, drawn_weights
+from .weighing import By, drawn_weights, scale_of
 
 PRECISE = {"fp64": (), "fp32": ("", "fp64"), "bf16": ("bf16", "")}
 """By the precision of a run: in which plain training runs for the floor, and for the reference. Empty: that of the
@@ -157,7 +157,7 @@ class Beside:
             with job.watchdog.working("measuring the floor of rounding", number):
                 judged = self._against_a_floor(batch, reader, judged)
         compare_gradients(errors, parts, judged.parts, judged.tolerance)
-        errors.loss = compare_number(result.loss, judged.loss)
+        errors.loss = compare_number(result.loss, judged.loss, reader.least)
         errors.norm = compare_number(result.grad_norm, self.plain.norm(judged.gradients))
         if result.num_targets != (wanted := count_targets(batch.plan.lengths, reader.expected_labels)):
             errors.over.append(f"targets: {result.num_targets:,} counted of {wanted:,}")
@@ -199,7 +199,7 @@ class Beside:
         reference = _Judged(self.tolerance, loss, gradients, self.plain)
         own_loss, own_gradients = results[own][0], parts_of(self.plain, results[own][1])
         off = {name: relative_error(gradient, reference.parts[name]) for name, gradient in own_gradients.items()}
-        return replace(reference, tolerance=self.tolerance.measured(compare_number(own_loss, loss), off))
+        return replace(reference, tolerance=self.tolerance.measured(compare_number(own_loss, loss, reader.least), off))
 
     def _together(self, batch: ProofBatch, own: _OfRank, result: StepResult, wanted: set[str]) -> Proven:
         """The step of all ranks. Collective."""
@@ -244,7 +244,8 @@ class _Reader:
         self._samples = batch.expected if in_order else batch.draw.samples
         self._source, self._read = job.source, job.tokens_of(batch.draw)
         self.wrong: set[int] = set() if in_order else set(range(len(batch.draw.samples)))
-        undisturbed = draw_of(job.source, self._samples)._replace(weight=batch.draw.weight)
+        undisturbed = draw_of(job.source, self._samples)
+        undisturbed = undisturbed._replace(weight=batch.draw.weight, divisor=batch.draw.divisor)
         self.labels, self.expected_labels = job.labels_of(batch.draw), job.labels_of(undisturbed)
         """Which tokens are targets, as training reads it, and as an undisturbed run has it."""
         if batch.masked:
@@ -255,6 +256,8 @@ class _Reader:
             how = batch.draw.lengths, batch.weights, [job.recipe.train.seed, *self._samples.tolist()]
             self.labels = drawn_weights(self.labels, self._read, *how)
             self.expected_labels = drawn_weights(self.expected_labels, self.expected, *how)
+        self.least = scale_of(self.expected_labels, batch.draw.lengths)
+        """By what an error of the loss is told at least."""
 
     def __call__(self, index: int) -> Any:
         tokens = self._read(index)

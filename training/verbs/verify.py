@@ -39,7 +39,7 @@ from ..proof.prompting import prompting, without_divided_tokens
 from ..proof.proven_steps import ProvenSteps, other_layout
 from ..proof.reach import choose, planned
 from ..proof.steps import Beside, ProofBatch
-from ..proof.weighing import BOTH
+from ..proof.weighing import KINDS
 from ..step_hooks import StepHooks
 
 
@@ -130,7 +130,7 @@ class _Proof:
 
     def _prove(self, beside: Beside, number: int, batch: ProofBatch, of_rate: int) -> None:
         """One step, with the learning rate of step ``of_rate``; in every second one half of the tokens are masked."""
-        weights = BOTH[number // 2 % 2] if self._weights else None
+        weights = KINDS[number % len(KINDS)] if self._weights else None
         batch = batch._replace(masked=number % 2 == 1, weights=weights)
         proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
         self._proven.add(beside.job.chain, batch.plan, proven)

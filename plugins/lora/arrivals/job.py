@@ -28,7 +28,7 @@ from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
 from ....runtime.world.world import World
 from ....training.job import VerbJob, host_until_end, labels_of
-from ..replicas import Replicas, company_of, without_targets
+from ..replicas import Replicas, company_of, whole_of, without_targets
 from ..state.drawing import labels_in
 from .preflight import config_of, folder_of_tenants, out_of, preflights
 
@@ -125,7 +125,7 @@ class TenantJob(VerbJob):
         return self.samples.labels_of(draw)
 
     def company_of(self, draw: Draw) -> Company | None:
-        return company_of(draw)
+        return company_of(draw, self.samples.labels_of(whole_of(draw)))
 
 
 @contextmanager

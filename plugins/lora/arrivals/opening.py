@@ -55,7 +55,9 @@ def open_tenant(
     source = _open(config, config.data.source, config.data.domain_sources, recipe)
     _refuse_short(source, config)
     _refuse_longest(source, chains)
-    scored = config.model_copy(update={"data": config.data.model_copy(update={"weight_column": None})})
+    scored = config.model_copy(
+        update={"data": config.data.model_copy(update={"weight_column": None, "weight_divisor": None})}
+    )
     held_out = _open(scored, config.evaluate.source, None, recipe) if config.evaluate else None
     if held_out is not None:
         _refuse_longest(held_out, list(map(forward_only, chains)))

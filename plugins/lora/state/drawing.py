@@ -100,6 +100,7 @@ def union(draws: Mapping[int, Draw]) -> Draw:
     targets = _joined([draw.num_targets for draw in parts]) if unlike else None
     weighed = any(draw.own_sums is not None for draw in parts)
     own_sums = [draw.num_targets if draw.own_sums is None else draw.own_sums for draw in parts] if weighed else None
+    divisors = {number: draw.divisor for number, draw in draws.items() if isinstance(draw.divisor, float)}
     factors = [np.broadcast_to(draw.weight, len(draw.samples)) for draw in parts]
     delays = [draw.delay_steps for draw in parts]
     return Draw(
@@ -111,6 +112,7 @@ def union(draws: Mapping[int, Draw]) -> Draw:
         without_target=sum(draw.without_target for draw in parts),
         weight=_joined(factors) if any((one != 1).any() for one in factors) else 1.0,
         own_sums=_joined(own_sums) if own_sums else None,
+        divisor=divisors or None,
         tenants=np.repeat(np.array(numbers, dtype=np.int64), [len(draw.samples) for draw in parts]),
     )
 

@@ -112,8 +112,9 @@ class Evaluations:
                 labels=self._samples.labels_of(planned.draw),
                 mark=lambda where: job.watchdog.at(f"evaluation, {where}", step),
             )
-            company = company_of(planned.draw)
-            parts.append((whole_of(planned.draw), scores_of_all(company, scores) if company else scores))
+            whole = whole_of(planned.draw)
+            company = company_of(planned.draw, self._samples.labels_of(whole))
+            parts.append((whole, scores_of_all(company, scores) if company else scores))
         return parts, {}
 
 

@@ -266,24 +266,26 @@ def test_ranks_that_plan_differently_stop_with_one_message():
 
 
 class OfWeights(Draws):
-    def __init__(self, weight):
+    def __init__(self, weight, divisor=None):
         super().__init__()
-        self._weight = weight
+        self._own = {"weight": weight, "divisor": divisor}
 
     def __call__(self):
-        return super().__call__()._replace(weight=self._weight)
+        return super().__call__()._replace(**self._own)
 
 
 def test_ranks_of_one_plan_and_other_weights_stop():
     """No plan knows the weights, so their digest travels with the plan's; where all are 1 there are none."""
     told = []
 
-    def digests(weight):
+    def digests(*weights):
         told.clear()
-        Planner(chain(), OfWeights(weight), budget_s=60, exchange=lambda own: [told.append(own) or own]).next()
+        Planner(chain(), OfWeights(*weights), budget_s=60, exchange=lambda own: [told.append(own) or own]).next()
         return list(told)
 
     assert digests(1.0) == digests(1.0) != digests(0.5) == digests(0.5)
+    assert digests(0.5, 8.0) == digests(0.5, 8.0) not in (digests(0.5), digests(0.5, 9.0), digests(1.0, 8.0))
+    assert digests(1.0, {0: 8.0, 1: 2.0}) != digests(1.0, {0: 2.0, 1: 8.0}) != digests(1.0)
     (other,) = digests(2.0)
     bare = Planner(chain(), Draws(), budget_s=60, exchange=lambda own: [told.append(own) or own])
     assert bare.next().draw.weight_sums is None

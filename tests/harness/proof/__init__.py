@@ -32,8 +32,9 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.simulate.v_shape import merged
 from evenload.integrations.reference.exactness import largest_error
 from evenload.runtime.attention.labels import Labels, count_targets
+from evenload.training.proof.compare import compare_number
 from evenload.training.proof.masking import half_masked
-from evenload.training.proof.weighing import drawn_weights
+from evenload.training.proof.weighing import drawn_weights, scale_of
 
 from ..references import kept
 from .by_hand import by_hand
@@ -92,13 +93,23 @@ def tokens(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> Callable[[int], A
     return samples.__getitem__
 
 
-def labels_in_turn(turn: int, lengths: Sequence[int] = LENGTHS, tenants: Any = None) -> Labels | None:
-    """Every token; half of them; with weights by sequence; half of them, with weights by token, and so on."""
+def labels_in_turn(
+    turn: int, lengths: Sequence[int] = LENGTHS, tenants: Any = None, *, centred: bool = False
+) -> Labels | None:
+    """Every token; half of them; with weights by sequence; half of them, with weights by token that add up to 0, and so
+    on. ``centred``: such ones in each turn, others every time."""
     batch, data = as_lengths(lengths), tokens(lengths, 100)
     labels = half_masked(None, data, np.arange(len(batch)), batch, 0) if turn % 2 else None
-    if turn % 4 < 2:
+    if turn % 4 < 2 and not centred:
         return labels
-    return drawn_weights(labels, data, batch, "token" if turn % 2 else "sequence", [turn % 4], tenants)
+    by, seed = ("centred", turn) if centred else ("centred" if turn % 2 else "sequence", turn % 4)
+    return drawn_weights(labels, data, batch, by, [seed], tenants)
+
+
+def in_turn(plans: Iterable[tuple[Any, StepPlan]], drawings: int) -> list[tuple[Any, StepPlan]]:
+    """So many of the plans, again from the first one on; 0: each once."""
+    listed = list(plans)
+    return [listed[number % len(listed)] for number in range(drawings)] if drawings else listed
 
 
 def errors_of_plans(
@@ -107,10 +118,12 @@ def errors_of_plans(
     lengths: Sequence[int] = LENGTHS,
     planted: Callable[[], AbstractContextManager[Any]] = nullcontext,
     reference: Callable[..., tuple[float, Any]] | None = None,
+    drawings: int = 0,
 ) -> list[Found]:
     """Of each named plan, each with other labels, how far a host is from plain training of its weights.
 
     ``planted`` is entered around each run of the host. ``reference``: of the trainer, unless it is another one.
+    ``drawings``: so many, each with weights that add up to 0, by the plans in turn.
 
     Found are relative errors of ``loss``, of ``grad`` (of the worst parameter) and of ``norm``, ``miscounted`` targets,
     what was ``executed``, the ``branches`` that the step took, and the names of gradients here (``names``) and in the
@@ -119,11 +132,11 @@ def errors_of_plans(
     reference = reference or import_module(f"evenload.integrations.{host.recipe.trainer}.plain").reference
     data, batch, rows = tokens(lengths), as_lengths(lengths), []
     references: dict[int, Any] = {}
-    for number, (name, plan) in enumerate(plans):
-        labels = labels_in_turn(number, lengths)
-        if number % 4 not in references:
-            references[number % 4] = kept(reference, host.recipe, host, data, batch, labels)
-        loss, expected = references[number % 4]
+    for number, (name, plan) in enumerate(in_turn(plans, drawings)):
+        labels, turn = labels_in_turn(number, lengths, centred=drawings > 0), number % (drawings or 4)
+        if turn not in references:
+            references[turn] = kept(reference, host.recipe, host, data, batch, labels)
+        loss, expected = references[turn]
         try:
             with planted():
                 result, gradients = host.gradients(plan, data, labels)
@@ -132,7 +145,10 @@ def errors_of_plans(
             continue
         row = {"plan": name, "executed": result.executed, "branches": result.branches}
         row |= {"names": sorted(gradients), "all_names": sorted(expected)}
-        row |= {"loss": abs(result.loss / loss - 1), "grad": largest_error(gradients, expected).error}
+        row |= {
+            "loss": compare_number(result.loss, loss, scale_of(labels, batch)),
+            "grad": largest_error(gradients, expected).error,
+        }
         row |= {"miscounted": result.num_targets - count_targets(batch, labels), "norm": 0.0}
         if host.layout.tp == 1:  # else the reference has shards
             norm = float(torch.stack([g.double().norm() for g in expected.values()]).norm())

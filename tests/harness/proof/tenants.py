@@ -15,8 +15,10 @@ from evenload.integrations.reference.textbook import AdamW, norm_of
 from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels, part_of
+from evenload.training.proof.compare import compare_number
+from evenload.training.proof.weighing import scale_of
 
-from . import LENGTHS, Found, labels_in_turn, tokens
+from . import LENGTHS, Found, in_turn, labels_in_turn, tokens
 
 TARGETS = {"gpt": ("query_key_value", "dense_4h_to_h")}
 """Of the second tenant, by family."""
@@ -68,7 +70,7 @@ def with_tenants(plan: StepPlan, tenants: Sequence[int] = TENANTS) -> StepPlan:
 def own_batch(plan: StepPlan, number: int, data: Any, labels: Labels | None) -> tuple[Any, Any, Any]:
     """Tokens, lengths and labels of a tenant's own sequences."""
     places = np.flatnonzero(plan.tenants == number).tolist()
-    return lambda i: data(places[i]), plan.lengths[places], part_of(labels, places)
+    return lambda i: data(places[i]), plan.lengths[places], part_of(labels, places, number)
 
 
 def each_alone(host: Any, starts: Sequence[AdapterState], dtype: str | None = None) -> list[Alone]:
@@ -82,20 +84,24 @@ def each_alone(host: Any, starts: Sequence[AdapterState], dtype: str | None = No
 
 
 def errors_in_company(
-    host: Any, alone: Sequence[Alone], plans: Iterable[tuple[Any, StepPlan]], lengths: Sequence[int] = LENGTHS
+    host: Any,
+    alone: Sequence[Alone],
+    plans: Iterable[tuple[Any, StepPlan]],
+    lengths: Sequence[int] = LENGTHS,
+    drawings: int = 0,
 ) -> list[Found]:
     """Errors of loss, gradients and norm of each tenant under each plan, each with other labels and weights. The plans
-    have equal tenants."""
+    have equal tenants. ``drawings``: as in `errors_of_plans`."""
     rows, data = [], tokens(lengths)
     references: dict[int, Any] = {}
-    for turn, (name, plan) in enumerate(plans):
-        labels = labels_in_turn(turn, lengths, plan.tenants)
+    for step, (name, plan) in enumerate(in_turn(plans, drawings)):
+        labels, turn = labels_in_turn(step, lengths, plan.tenants, centred=drawings > 0), step % (drawings or 4)
         result, gradients = host.gradients(plan, data, labels)
-        if turn % 4 not in references:
-            references[turn % 4] = [
-                one.gradients(*own_batch(plan, number, data, labels)) for number, one in enumerate(alone)
-            ]
-        for number, (loss, expected) in enumerate(references[turn % 4]):
+        batches = {number: own_batch(plan, number, data, labels) for number in result.tenants}
+        if turn not in references:
+            references[turn] = {number: alone[number].gradients(*batch) for number, batch in batches.items()}
+        for number, (loss, expected) in references[turn].items():
+            least = scale_of(batches[number][2], batches[number][1])
             own = {n.partition(".")[2]: g for n, g in gradients.items() if n.startswith(f"{number}.")}
             of_tenant, norm = result.tenants[number], norm_of(expected)
             errors = {n: _error(own[n], expected[n], norm) for n in sorted(own.keys() & expected.keys())}
@@ -103,7 +109,7 @@ def errors_in_company(
                 {
                     "plan": name,
                     "tenant": number,
-                    "loss": abs(of_tenant.loss / loss - 1),
+                    "loss": compare_number(of_tenant.loss, loss, least),
                     "grad": max(errors.values()),
                     "worst": max(errors, key=lambda n: errors[n]),
                     "norm": abs(of_tenant.grad_norm / norm - 1),

@@ -87,7 +87,9 @@ def gathered(host: Any) -> int:
     return sum(state == ZeroParamStatus.AVAILABLE for state in states)
 
 
-def exactness(names: list[str], lengths: Any = LENGTHS, faults: Any = ("",), **asked: Any) -> dict[str, Any]:
+def exactness(
+    names: list[str], lengths: Any = LENGTHS, faults: Any = ("",), drawings: int = 0, **asked: Any
+) -> dict[str, Any]:
     """What `errors_of_plans` finds under each fault, each plan after the first with other copies of divided experts;
     how often the first layer ran in each plan; and what has moved or stays gathered."""
     with hosted(**asked) as host:
@@ -97,7 +99,10 @@ def exactness(names: list[str], lengths: Any = LENGTHS, faults: Any = ("",), **a
             (name, with_drawn_copies(planned(host, name, lengths), number, once=False))
             for name, number in zip(names, copies, strict=False)
         ]
-        found = [errors_of_plans(host, plans, lengths, counting(host, fault(name), calls)) for name in faults]
+        found = [
+            errors_of_plans(host, plans, lengths, counting(host, fault(name), calls), drawings=drawings)
+            for name in faults
+        ]
         return {
             "found": found,
             "layers": calls,

@@ -15,6 +15,7 @@ from evenload.integrations.reference.exactness import relative_error
 from evenload.runtime.adapters.places import AdapterState
 from harness.proof import planned, tokens
 from harness.proof.tenants import (
+    TENANTS,
     TRAINS,
     adapters_of,
     each_alone,
@@ -38,11 +39,11 @@ def company(**asked: Any) -> Iterator[tuple[Any, list[AdapterState]]]:
         yield host, joined(host, size=0.03)
 
 
-def exactness(names: list[str], **asked: Any) -> dict[str, Any]:
+def exactness(names: list[str], drawings: int = 0, tenants: Any = TENANTS, **asked: Any) -> dict[str, Any]:
     with company(**asked) as (host, starts):
         before = host.weights()
-        plans = [(name, with_tenants(planned(host, name))) for name in names]
-        found = errors_in_company(host, each_alone(host, starts, "fp64"), plans)
+        plans = [(name, with_tenants(planned(host, name), tenants)) for name in names]
+        found = errors_in_company(host, each_alone(host, starts, "fp64"), plans, drawings=drawings)
         moved = [name for name, weight in host.weights().items() if not torch.equal(weight, before[name])]
         return {"found": found, "moved": moved, "gathered": gathered(host) if host.layout.pp == 1 else 0}
 

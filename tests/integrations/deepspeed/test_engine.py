@@ -18,6 +18,12 @@ def test_gradients_are_those_of_plain_training(exactness, stage):
     assert first["parameters"] == second["parameters"] > 10_000
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.full
+def test_weights_that_add_up_to_0_train_by_their_divisor(exactness, stage):
+    exactness(2, stage=stage, names=["packs", "packs, idle", "packs, in step"], drawings=20)
+
+
 @pytest.mark.parametrize(
     ("ranks", "stage", "names"),
     [

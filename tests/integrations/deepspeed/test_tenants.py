@@ -108,6 +108,14 @@ def test_gradients_are_those_of_each_tenant_alone(on_ranks, asked, names):
 
 
 @pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("tenants", [(0, 1, 2, 0, 1, 2, 2, 0), (0,) * 8], ids=["in company", "alone"])
+@pytest.mark.parametrize("asked", [*({"stage": stage} for stage in range(4)), {"stage": 1, "pp": 2}])
+def test_weights_that_add_up_to_0_train_by_the_divisor_of_their_tenant(on_ranks, asked, tenants):
+    _exact(on_ranks(2, "tenant_jobs.exactness", names=["packs", "5"], tenants=tenants, drawings=20, **asked))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "names"),
     [

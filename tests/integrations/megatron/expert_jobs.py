@@ -17,6 +17,8 @@ from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.base.setup import check_recipe
 from evenload.integrations.megatron.model.experts import routers
 from evenload.integrations.reference.exactness import relative_error
+from evenload.training.proof.compare import compare_number
+from evenload.training.proof.weighing import scale_of
 from harness import proof
 from harness.proof import LENGTHS, VOCABULARY, labels_in_turn, tokens
 from harness.proof.experts import layer_planner_of, with_drawn_copies
@@ -87,7 +89,7 @@ def routed(
             loss, expected = plain.gradients(data, plan.lengths, labels)
             rows.append(
                 {
-                    "loss": abs(result.loss / loss - 1),
+                    "loss": compare_number(result.loss, loss, scale_of(labels, plan.lengths)),
                     "grad": max(relative_error(g, expected[name]) for name, g in gradients.items()),
                     "norm": abs(result.grad_norm / plain.norm(expected) - 1),
                     "biases": plain.update_routing(host),

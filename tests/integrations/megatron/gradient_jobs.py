@@ -96,6 +96,7 @@ def by_sample(world: Any, *, plans: list[str | int], **changes: Any) -> dict[str
         before = {**state_of(host), **_moments(host)}
         for turn, which in enumerate(plans):
             labels, plan = labels_in_turn(turn + 2, LENGTHS), planned(host, which)
+            labels = labels._replace(weights=labels.weights._replace(divisor=None))  # rows are means of their samples
             for state in states if turn == 0 else states[:1]:
                 row = _errors(host, state, PlannedSamples(plan, data, labels), plain, base, lengths)
                 out["rows"].append({"plan": which, "steps": state.steps, **row})

@@ -106,12 +106,13 @@ def proven(
     lengths: Any = LENGTHS,
     drawn: dict[str, Any] | None = None,
     mutant: str = "",
+    drawings: int = 0,
     **changes: Any,
 ) -> list[Found]:
     """Errors of plans against plain training, one reference for all of them; see `plan_of`."""
     with hosted(world, **changes) as host:
         named = ((str(which), plan_of(host, which, lengths, **(drawn or {}))) for which in plans)
-        return errors_of_plans(host, named, lengths, lambda: mutation(mutant))
+        return errors_of_plans(host, named, lengths, lambda: mutation(mutant), drawings=drawings)
 
 
 def mutation(name: str) -> Any:

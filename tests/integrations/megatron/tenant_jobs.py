@@ -54,13 +54,19 @@ def plan_of(
 
 
 def in_company(
-    world: Any, *, plans: list[str | int], drawn: dict[str, Any] | None = None, **changes: Any
+    world: Any,
+    *,
+    plans: list[str | int],
+    drawn: dict[str, Any] | None = None,
+    tenants: Any = TENANTS,
+    drawings: int = 0,
+    **changes: Any,
 ) -> tuple[list[Found], list[str]]:
     """Errors of loss and gradients of each tenant under each plan, and which weights of the base have moved."""
     with company(world, **changes) as (host, starts):
         before, alone = host.weights(), each_alone(host, starts)
-        named = [(which, plan_of(host, which, **(drawn or {}))) for which in plans]
-        rows = errors_in_company(host, alone, named)
+        named = [(which, plan_of(host, which, tenants=tenants, **(drawn or {}))) for which in plans]
+        rows = errors_in_company(host, alone, named, drawings=drawings)
         alone[0].plain.close()
         return rows, _moved(host, before)
 

@@ -70,6 +70,11 @@ def test_shared_micro_batches_give_the_gradients_of_plain_training(on_ranks, lay
     exact(on_ranks(4, "proven", plans=plans, **TWO, **layout), layout)
 
 
+@pytest.mark.parametrize("layout", [only_full({}, id="plane4"), only_full(TP2, id="tp2"), only_full(PP2, id="pp2")])
+def test_weights_that_add_up_to_0_train_by_their_divisor(on_ranks, layout):
+    exact(on_ranks(4, "proven", plans=["pairs", "together", DRAWN[0]], drawings=20, **TWO, **layout), layout)
+
+
 def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks):
     exact(on_ranks(4, "proven", plans=["hybrid", "growth"], train__recompute=True, **TWO), {})
 

@@ -94,6 +94,17 @@ def test_random_plans_give_the_gradients_of_plain_training(on_ranks, size, layou
     _prove(on_ranks, size, layout, seeds)
 
 
+@pytest.mark.parametrize(
+    ("size", "layout", "drawings"),
+    [
+        pytest.param(2, TWO, 2, id="dp2"),
+        *(only_full(*values[:2], 20, id=f"{name}, all") for name, values in LAYOUTS.items()),
+    ],
+)
+def test_weights_that_add_up_to_0_train_by_their_divisor(on_ranks, size, layout, drawings):
+    _prove(on_ranks, size, layout, [1, 8], drawings=drawings)
+
+
 @pytest.mark.parametrize("layout", [only_full(TWO, id="dp2"), only_full(TP2, id="tp2"), pytest.param(PP2, id="pp2")])
 def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks, layout):
     _prove(on_ranks, 2, layout, SEEDS[:4], train__recompute=True, drawn={"recompute": False})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from harness.cases import only_full
+from harness.proof.tenants import TENANTS
 from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,13 @@ def test_random_plans_give_each_tenant_what_it_gets_alone(on_ranks, size, layout
 @pytest.mark.parametrize(("size", "layout", "plans"), SHARED)
 def test_so_do_micro_batches_that_ranks_share(on_ranks, size, layout, plans):
     _exact(on_ranks(size, "in_company", plans=plans, **layout))
+
+
+@pytest.mark.parametrize("tenants", [TENANTS, (0,) * len(TENANTS)], ids=["in company", "alone"])
+@pytest.mark.parametrize(("size", "layout"), [(2, TWO), (2, {"parallel__tp": 2, **TWO}), (2, {"parallel__pp": 2})])
+@pytest.mark.full
+def test_weights_that_add_up_to_0_train_by_the_divisor_of_their_tenant(on_ranks, size, layout, tenants):
+    _exact(on_ranks(size, "in_company", plans=[0, 3], tenants=tenants, drawings=20, **layout))
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,13 @@ def test_bf16_within_its_rounding(exactness, v_shape):
 
 
 @pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_that_add_up_to_0_train_by_their_divisor(exactness, stage):
+    exactness(2, stage=stage, pp=2, names=["packs", "pipeline 3", "recomputed 16"], drawings=20)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "v_shape"), [(0, False), only_full(1, False), only_full(0, True), (1, True)], ids=str
 )
