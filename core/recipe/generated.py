@@ -105,7 +105,7 @@ class DraftRule(Frozen):
 
     by: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$", max_length=100)] = "texts"
     """`texts`: by what samples said before."""
-    most: Annotated[int, Field(ge=1, le=15)] = 8
+    most: Annotated[int, Field(ge=1, le=15)] = 15
     """Guesses of a sample in one forward."""
     earlier: Annotated[Path, AfterValidator(file_name)] | None = None
     """Samples of the same prompts, as `evenload generate` wrote them at earlier weights."""

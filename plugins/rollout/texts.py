@@ -1,124 +1,89 @@
 """Guesses of the next tokens of a sample by its text at earlier weights, and by what followed the same tokens before.
 
 Noise is a hash of sample and place, so a sample of weights that have moved little says nearly what it said: as long as
-its last tokens are those of its earlier text at this very place, that text is the guess. Else the longest of its last
-12, 8, 5, 3 tokens that were there before is looked up: in the sample itself and in its earlier text, then in the
-prompt, in other samples of it, and in their earlier texts, the newest first. What stands there next is the guess.
+its last tokens are those of its earlier text at this very place, that text is the guess. Else the places are looked up
+where its last three tokens stood before: in prompts, in samples, and in earlier samples of these prompts, all of one
+tenant. Of the newest 16 the one after the most equal tokens counts, and what stands there next is the guess.
 
-Of a guess as much is given as is all right with the probability that is asked for: by the share of guesses that were
-right so far after as many equal tokens, or at the sample's own place.
+How many: text is unevenly predictable (HeteroSpec, arXiv 2505.13254), so guesses are counted by kinds, which are those
+of a sample's own text and 30 others: by the equal tokens before a guess, and by the share of the places where the same
+follows. As much is given as is all right with the probability that is asked for, by the share of each kind that was
+right so far. The paper's regression tree of the entropy would foresee less: see docs/log.md.
 
-O(1) for each token that is seen, and for each guess besides its length. A pure function of the tokens it was shown.
+O(1) for each token that is seen, and for each guess: 8 us a token in all. A pure function of the tokens it was shown.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, repeat
-from operator import mul
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...core.recipe.generated import DraftRule
     from ...runtime.generate.request import Completion, MakeDrafter, Request, UnfinishedSample
 
-_ORDERS = 12, 8, 5, 3
-"""Tokens that are looked up, the longest first."""
-_LEAST = min(_ORDERS)
-_ODD = 0x9E3779B97F4A
+_LEAST, _LONGEST = 3, 16
+"""Equal tokens after which a guess is made, and more than which are not told apart."""
+_PLACES = 16
+"""From which a guess is chosen."""
 _MOST = 1 << 17
-"""Tokens of all prompts that are looked up in; beyond, what was not used for longest is forgotten."""
+"""Tokens that are looked up in; beyond, the oldest half is forgotten."""
 _MOST_AT_ONCE = 2048
 """Tokens of a prompt, or of a sample that has come from elsewhere, that are looked up in: its last ones."""
 
-
-def _own(number: int) -> int:
-    """What tells hashes of a sample's tokens from those of all."""
-    return (number + 1) * _ODD
+_Kind = tuple[int, int]
+_OWN: _Kind = -1, -1
+"""Of guesses by a sample's own earlier text; others are of the classes that these borders part."""
+_EQUAL = 4, 6, 9, 12, 16
+"""Equal tokens before a guess."""
+_AGREEING = 0.2, 0.5, 0.8, 0.92
+"""Share of the places, of those where all was the same so far, after which the same token stood."""
+_Guess = list[tuple[int, _Kind]]
 
 
 class _Texts:
-    """What is known of one prompt: where its tokens, and those of its samples, have stood."""
+    """Where tokens stood before: chains of places after the same few, the newest first (as in LZ77)."""
 
-    def __init__(self, request: Request) -> None:
-        self._prompt = list(request.tokens[-_MOST_AT_ONCE:])
-        self._live: dict[int, tuple[list[int], int]] = {}
-        """By number, the text of a sample, and the place in it of its first new token."""
-        self._after: dict[int, tuple[list[int], int]] = {}
-        """By the hash of tokens, of all or of one sample: the text where they stood last, and the place after them."""
-        self.size = 0
-        self._add(self._prompt, 0, None)
+    def __init__(self) -> None:
+        self._young: dict[int, tuple[list[int], int, Any]] = {}
+        """By the hash of tokens: the text where they stood last, the place after them, and where they stood before."""
+        self._old: dict[int, tuple[list[int], int, Any]] = {}
+        self._size = 0
+        """Tokens of the young ones."""
 
-    def add(self, number: int, tokens: Sequence[int]) -> None:
-        """What a sample once said."""
-        begin = self._begin()
-        self._add([*begin, *tokens], len(begin), number)
-
-    def grown(self, sample: UnfinishedSample) -> list[int]:
-        """The text of a sample, with the end of its prompt, as far as it has come."""
-        if sample.number not in self._live:
-            unseen = max(0, len(sample.new) - _MOST_AT_ONCE)
-            self._live[sample.number] = ([], -unseen) if unseen else (self._begin(), len(self._begin()))
-        text, begin = self._live[sample.number]
-        first = len(text)
-        text += sample.new[first - begin :]
-        self._add(text, first, sample.number)
-        return text
-
-    def guess(self, text: list[int], number: int, most: int, orders: Iterable[int]) -> tuple[list[int], int]:
-        """What comes after a text, and after how many equal tokens it stood, of these numbers."""
-        if hash(tuple(text[-_LEAST:])) not in self._after:
-            return [], 0  # nor has more of it stood there
-        for order in orders:
-            last = hash(tuple(text[-order:]))
-            stood = self._after.get(last ^ _own(number)) or self._after.get(last)
-            if stood is not None:
-                known, place = stood
-                guessed = known[place : place + most]
-                while known is text and len(guessed) < most:  # what repeats itself goes on to
-                    guessed += guessed[: most - len(guessed)]
-                return guessed, order
-        return [], 0
-
-    def _begin(self) -> list[int]:
-        return self._prompt[-max(_ORDERS) :]
-
-    def _add(self, text: list[int], first: int, number: int | None) -> None:
-        """The tokens of a text from ``first`` on."""
-        self.size += len(text) - first
-        after, own = self._after, 0 if number is None else _own(number)
+    def add(self, text: list[int], first: int, tenant: int | None) -> bool:
+        """The tokens of a text from ``first`` on; whether others were forgotten for them."""
+        young = self._young
         for place in range(max(first, _LEAST), len(text)):
-            stood = text, place
-            for order in _ORDERS:
-                if order <= place:
-                    last = hash(tuple(text[place - order : place]))
-                    after[last] = after[last ^ own] = stood
+            last = hash((tenant, *text[place - _LEAST : place]))
+            young[last] = text, place, young.get(last)
+        self._size += len(text) - first
+        full = self._size > _MOST // 2
+        if full:
+            self._old = young
+            self._young = {}
+            self._size = 0
+        return full
 
-
-@dataclass
-class _Rate:
-    """How often guesses of a kind are right where those before them were; often, as long as little is known."""
-
-    right: float = 4.0
-    of: float = 5.0
-
-    def add(self, right: bool) -> None:
-        self.right += right
-        self.of += 1
-
-    @property
-    def share(self) -> float:
-        return self.right / self.of
-
-    def depth(self, least: float, most: int) -> int:
-        """Guesses, ``most`` at most, that are all right with so much probability at least."""
-        return sum(chance >= least for chance in accumulate(repeat(self.share, most), mul))
-
-
-_NOTHING: tuple[int, int, list[int]] = 0, 0, []
+    def places(self, text: list[int], tenant: int | None) -> list[tuple[int, list[int], int]]:
+        """Where the last tokens of a text stood, the newest first: how many are equal, the text, and the place after
+        them."""
+        last = hash((tenant, *text[-_LEAST:]))
+        stood_at: list[tuple[int, list[int], int]] = []
+        for stood in (self._young.get(last), self._old.get(last)):
+            while stood and len(stood_at) < _PLACES:
+                known, place, stood = stood
+                equal, most = 0, min(_LONGEST, place, len(text))
+                while equal < most and known[place - 1 - equal] == text[-1 - equal]:
+                    equal += 1
+                if equal >= _LEAST:  # or another one has this hash
+                    stood_at.append((equal, known, place))
+        return stood_at
 
 
 class TextDrafter:
@@ -135,60 +100,94 @@ class TextDrafter:
         for sample in earlier:
             self._earlier[sample.prompt].append(sample)
         self._own = {sample[:2]: list(sample.tokens) for sample in earlier}
-        self._texts: dict[int, _Texts] = {}
-        """By the number of a prompt, the one used last at the end."""
-        self._size = 0
-        self._rates = {order: _Rate() for order in (0, *_ORDERS)}
-        """By the equal tokens before a guess; 0: of a sample's own earlier text."""
-        self._open: dict[tuple[int, int], tuple[int, int, list[int]]] = {}
-        """Guesses of samples that are being computed: the rate they count for, the tokens before, and the guess."""
+        self._texts = _Texts()
+        self._begins: dict[int, list[int]] = {}
+        """By the number of a prompt its last tokens."""
+        self._live: dict[tuple[int, int], tuple[list[int], int]] = {}
+        """The text of each sample that is looked up in, and the place in it of the sample's first token."""
+        self._rates: defaultdict[_Kind, list[int]] = defaultdict(lambda: [4, 5])
+        """Guesses of each kind that were right, and all whose predecessors were; as if there had been 5 before."""
+        self._open: dict[tuple[int, int], tuple[int, _Guess]] = {}
+        """Guesses of samples that are being computed, and how many tokens were before them."""
 
     def guess(self, sample: UnfinishedSample, most: int, least: float) -> list[int]:
         """Guess in the form that `Drafter.guess` has."""
-        key, done = (sample.request.number, sample.number), len(sample.new)
-        own, most, order = self._own.get(key, []), min(most, self._most), 0
+        key, done, most = (sample.request.number, sample.number), len(sample.new), min(most, self._most)
+        own = self._own.get(key, ())
         if done < len(own) and own[max(0, done - _LEAST) : done] == sample.new[-_LEAST:]:
-            guessed = own[done : done + most]
+            guessed = self._as_far_as([(token, _OWN) for token in own[done : done + most]], least)
         else:
-            texts, text = self._grown(sample)
-            orders = [one for one in _ORDERS if one <= len(text) and self._rates[one].share >= least]
-            guessed, order = texts.guess(text, sample.number, most, orders)
+            text = self._grown(sample)
+            guessed = self._as_far_as(_looked_up(self._texts.places(text, sample.request.tenant), text, most), least)
         if guessed:
-            guessed = guessed[: self._rates[order].depth(least, most)]
-            self._open[key] = order, done, guessed
-        return guessed
+            self._open[key] = done, guessed
+        return [token for token, _ in guessed]
 
     def saw(self, sample: UnfinishedSample) -> None:
         """Remember what a sample has said since it was seen, and how much of its guess was right."""
         self._grown(sample)
-        order, done, guessed = self._open.pop((sample.request.number, sample.number), _NOTHING)
-        for guess, token in zip(guessed, sample.new[done:], strict=False):
-            self._rates[order].add(guess == token)
+        done, guessed = self._open.pop((sample.request.number, sample.number), (0, ()))
+        for (guess, kind), token in zip(guessed, sample.new[done:], strict=False):
+            rate = self._rates[kind]
+            rate[0] += guess == token
+            rate[1] += 1
             if guess != token:
                 break
 
-    def _grown(self, sample: UnfinishedSample) -> tuple[_Texts, list[int]]:
-        """What is known of a prompt, and the text of its sample as far as it has come."""
-        texts = self._of(sample.request)
-        before = texts.size
-        text = texts.grown(sample)
-        self._size += texts.size - before
-        return texts, text
+    def _as_far_as(self, guesses: Iterable[tuple[int, _Kind]], least: float) -> _Guess:
+        """Guesses up to the first with which it is less probable that all are right."""
+        chance, taken = 1.0, []
+        for token, kind in guesses:
+            right, of = self._rates[kind]
+            chance *= right / of
+            if chance < least:
+                break
+            taken.append((token, kind))
+        return taken
 
-    def _of(self, request: Request) -> _Texts:
-        texts = self._texts.pop(request.number, None)
-        if texts is None or texts.size > _MOST:
-            self._size -= texts.size if texts else 0
-            texts, known = _Texts(request), self._earlier[request.number]
+    def _grown(self, sample: UnfinishedSample) -> list[int]:
+        """The text of a sample, with the end of its prompt, as far as it has come; it is looked up in from then on."""
+        key = sample.request.number, sample.number
+        if key not in self._live:
+            unseen, prompt = max(0, len(sample.new) - _MOST_AT_ONCE), self._begin(sample.request)
+            self._live[key] = ([], -unseen) if unseen else ([*prompt], len(prompt))
+        text, begin = self._live[key]
+        first = len(text)
+        text += sample.new[first - begin :]
+        self._add(text, first, sample.request.tenant)
+        return text
+
+    def _begin(self, request: Request) -> list[int]:
+        """The last tokens of a prompt, which is looked up in from then on, and earlier samples of it."""
+        begin = self._begins.get(request.number)
+        if begin is None:
+            prompt = [*request.tokens[-_MOST_AT_ONCE:]]
+            begin = self._begins[request.number] = prompt[-_LONGEST:]
+            self._add(prompt, 0, request.tenant)
+            known = self._earlier[request.number]
             sizes = accumulate(len(sample.tokens) for sample in reversed(known))
-            fitting = sum(size < _MOST // 2 for size in sizes)
-            for sample in known[len(known) - fitting :]:
-                texts.add(sample.sample, sample.tokens)
-            self._size += texts.size
-        self._texts[request.number] = texts
-        while len(self._texts) > 1 and self._size > _MOST:
-            self._size -= self._texts.pop(next(iter(self._texts))).size
-        return texts
+            for sample in known[len(known) - sum(size < _MOST // 8 for size in sizes) :]:
+                self._add([*begin, *sample.tokens], len(begin), request.tenant)
+        return begin
+
+    def _add(self, text: list[int], first: int, tenant: int | None) -> None:
+        if self._texts.add(text, first, tenant):
+            self._live.clear()
+
+
+def _looked_up(places: Sequence[tuple[int, list[int], int]], text: list[int], most: int) -> Iterator[tuple[int, _Kind]]:
+    """What stands at the first of the places after the most equal tokens, and at those after it, each with its kind."""
+    equal, known, place = max(places, key=itemgetter(0), default=(0, text, len(text)))
+    of_equal = bisect(_EQUAL, equal)
+    guessed: list[int] = []
+    while len(guessed) < most and (place < len(known) or (guessed and known is text)):
+        if place == len(known):  # what repeats itself goes on to
+            known, place = guessed, 0
+        token = known[place]
+        same = [(equal, other, at + 1) for equal, other, at in places if at < len(other) and other[at] == token]
+        yield token, (of_equal, bisect(_AGREEING, (len(same) + 0.5) / (len(places) + 1)))
+        guessed.append(token)
+        places, place = same, place + 1
 
 
 def drafter(rule: DraftRule) -> MakeDrafter:

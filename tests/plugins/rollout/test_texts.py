@@ -47,46 +47,43 @@ def test_what_repeats_itself_goes_on_to():
     assert guessed(drafter(), sample(0, [1, 2, 3, 1, 2, 3]), 5) == [1, 2, 3, 1, 2]
 
 
-def test_the_prompt_and_other_samples_are_looked_up_in():
-    own = drafter()
-    assert guessed(own, sample(0, [22, 23, 24]), 3) == [25, 26, 27]
-    own.saw(sample(1, [7, 7, 7, 1]))
-    own.saw(sample(0, [7, 7, 7, 2]))
-    own.saw(sample(2, [7, 7, 7, 3]))
-    assert guessed(own, sample(1, [7, 7, 7, 1, 0, 7, 7, 7]), 1) == [1], "itself comes first"
-    other = sample(1, [7, 7, 7], REQUEST._replace(number=5))
-    assert guessed(own, other, 1) == [], "of another prompt nothing counts"
+def test_prompts_and_other_samples_are_looked_up_in():
+    own, other = drafter(), REQUEST._replace(number=5, tokens=(9, 9, 9))
+    assert guessed(own, sample(3, [22, 23, 24]), 3) == [25, 26, 27]
+    own.saw(sample(1, [7, 7, 6, 1]))
+    own.saw(sample(0, [5, 8, 7, 6, 2]))
+    own.saw(sample(2, [4, 8, 7, 6, 3]))
+    assert guessed(own, sample(1, [7, 7, 6, 1, 5, 8, 7, 6]), 1) == [2], "after the most equal tokens"
+    assert guessed(own, sample(4, [0, 8, 7, 6]), 1) == [3], "the newest"
+    assert guessed(own, sample(0, [7, 7, 6], other), 2) == [1, 5], "of another prompt, too"
+    assert guessed(own, sample(1, [7, 7, 6], other._replace(tenant=3)), 1) == [], "but not of another tenant"
 
 
 def by_definition(steps, earlier, most):
     """What is guessed after each step: a search through all places that were shown, the newest first."""
-    begin = list(REQUEST.tokens[-12:])
+    begin = list(REQUEST.tokens[-16:])
     places, grown, guesses = [], {}, []
 
-    def show(text, first, number):
-        places.extend((number, text, place) for place in range(first, len(text)))
+    def show(text, first):
+        places.extend((text, place) for place in range(first, len(text)))
 
-    show(list(REQUEST.tokens), 0, None)
+    show(list(REQUEST.tokens), 0)
     for one in earlier:
-        show([*begin, *one.tokens], 12, one.sample)
+        show([*begin, *one.tokens], 16)
     for number, tokens in steps:
         text = grown.setdefault(number, list(begin))
         text += tokens
-        show(text, len(text) - len(tokens), number)
-        new, own = text[12:], [one.tokens for one in earlier if one.sample == number]
+        show(text, len(text) - len(tokens))
+        new, own = text[16:], [one.tokens for one in earlier if one.sample == number]
         old, at = list(own[-1]) if own else [], len(new)
         if at < len(old) and old[max(0, at - 3) : at] == new[-3:]:
             guesses.append(old[at:][:most])
             continue
-        found = None
-        for order in (12, 8, 5, 3):
-            last = text[-order:]
-            same = [p for p in places if p[2] >= order and p[1][p[2] - order : p[2]] == last]
-            found = found or next(iter([p for p in same[::-1] if p[0] == number] + same[::-1]), None)
-        guess = found[1][found[2] :][:most] if found else []
-        while found and found[1] is text and len(guess) < most:
-            guess = (guess * most)[:most]
-        guesses.append(guess)
+        same = [one for one in places[::-1] if one[1] >= 3 and one[0][one[1] - 3 : one[1]] == text[-3:]][:16]
+        equal = [max(k for k in range(3, 17) if k <= p and known[p - k : p] == text[-k:]) for known, p in same]
+        known, place = same[equal.index(max(equal))] if same else ([], 0)
+        guess = known[place:][:most]
+        guesses.append((guess * most)[:most] if known is text else guess)
     return guesses
 
 
@@ -127,17 +124,38 @@ def test_a_guess_is_as_long_as_it_is_right_with_the_probability_that_is_asked_fo
     assert own.guess(sample(2, [22, 23, 24]), 9, 0.5) == [25, 26, 27], "of guesses of another kind nothing is known"
 
 
-def test_what_was_not_used_for_longest_is_forgotten(monkeypatch):
-    monkeypatch.setattr(texts, "_MOST", 100)
-    own, long = drafter([said(2, [6] * 60), said(1, [7] * 40)]), sample(0, [1, 2, 3, 4] * 10)
-    assert guessed(own, long, 2) == [1, 2]
-    assert guessed(own, sample(1, [9, 7, 7, 7]), 2) == [7, 7]
+def test_where_places_do_not_agree_less_is_guessed_than_where_they_do():
+    """After the same number of equal tokens: 4 of 4 places against 1 of 4."""
+    own, one = drafter(), sample(0, [0])
+    for turn in range(40):
+        sure, odd = [50, 51, 52, 53], [60, 61, 62, 70 + turn]
+        for begin in (sure, odd):
+            one.new += begin[:3]
+            own.guess(one, 9, 0.0)
+            one.new += [begin[3], 1000 + turn]
+            own.saw(one)
+    one.new += [50, 51, 52]
+    assert own.guess(one, 1, 0.8) == [53]
+    one.new += [53, 999, 60, 61, 62]
+    assert own.guess(one, 1, 0.8) == []
+    assert own.guess(one, 1, 0.0) == [109]
+
+
+def test_the_oldest_tokens_are_forgotten(monkeypatch):
+    monkeypatch.setattr(texts, "_MOST", 200)
+    own, first = drafter([said(1, [7] * 40)]), sample(0, [1, 2, 3, 4] * 4)
+    assert guessed(own, first, 2) == [1, 2]
+    assert guessed(own, sample(4, [9, 7, 7, 7]), 2) == [], "earlier samples of a prompt are an eighth at most"
+    again = REQUEST._replace(number=5)
     for number in range(5, 9):
-        guessed(own, sample(0, [number] * 30, REQUEST._replace(number=number)), 2)
-    assert [*own._texts] == [7, 8]
-    assert sum(one.size for one in own._texts.values()) == 2 * (20 + 30)
-    assert guessed(own, sample(0, [5] * 500, REQUEST._replace(number=9)), 2) == [5, 5]
-    assert guessed(own, sample(0, [5] * 501, REQUEST._replace(number=9)), 2) == [5, 5]
+        guessed(own, sample(number, [number] * 30, again), 2)
+    assert guessed(own, sample(9, [1, 2, 3], again), 1) == [4]
+    for number in range(20, 24):
+        guessed(own, sample(number, [number] * 30, again), 2)
+        assert own._texts._size <= 100
+    assert guessed(own, sample(13, [1, 2, 3], again), 1) == []
+    assert guessed(own, sample(14, [23, 23, 23], again), 1) == [23]
+    assert len(own._live) < 8, "nor are samples held that have long ended"
 
 
 def test_a_sample_that_comes_from_elsewhere_is_known_by_its_end(monkeypatch):

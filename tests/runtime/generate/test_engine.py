@@ -206,7 +206,7 @@ def test_a_guess_is_to_save_what_it_costs(costs):
     assert {number for number, _, _ in late} == {0, 1}
     for number, keys, least in late:
         live = 5 if number else 3  # those of prompt 1 end first
-        assert least == pytest.approx(row_s / (row_s + step_s / live + key_s * keys))
+        assert least == pytest.approx(1 / (1 + step_s / live / (row_s + key_s * keys)))
 
 
 class Odd(Guessing):
@@ -310,3 +310,43 @@ def test_flash_attention_is_taken_where_it_is_there_and_blocks_fit(monkeypatch):
         chosen = cached.choose_decoder.__wrapped__(cpu, torch.bfloat16, 64, block, frozenset(options))
         assert chosen.name == name
     assert cached.block_tokens_on(torch.device("cuda")) == 256
+
+
+def test_a_drafter_that_is_never_right_is_asked_now_and_then():
+    class Wrong(Guessing):
+        asked = 0
+
+        def guess(self, sample, most, least):
+            self.asked += 1
+            return [23]
+
+    drafts, live = Drafts(own := Wrong(24), tiny.VOCABULARY), 32
+    sample, asked = Running(Request(0, (1,), 99), 0, 0), []
+    for _ in range(400):
+        drafts.begin([sample] * live)
+        before = own.asked
+        for _ in range(live):
+            sample.drafted = drafts.of(sample, 5, live)
+            drafts.saw(sample, 0)
+        asked.append(own.asked - before)
+    assert asked[:16] == [32] * 16
+    assert asked.count(32) + asked.count(0) == 400
+    assert asked.count(32) < 80
+    assert 4 <= asked[-40:].count(32) <= 8, "or it would not be seen that it pays again"
+    for _ in range(400):
+        drafts.begin([sample] * live)
+        for _ in range(live):
+            sample.drafted = drafts.of(sample, 5, live)
+            drafts.saw(sample, len(sample.drafted))
+    assert drafts.of(sample, 5, live) == [23]
+
+
+def test_a_drafter_that_is_never_right_is_asked_where_that_costs_little():
+    drafts = Drafts(own := Guessing(24), tiny.VOCABULARY)
+    sample = Running(Request(0, (1,), 99), 0, 0)
+    own.guess = lambda *_: []
+    for _ in range(99):
+        drafts.begin([sample])
+        drafts.of(sample, 5, 1)
+        drafts.saw(sample, 0)
+        assert drafts._asks
