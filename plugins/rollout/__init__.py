@@ -4,6 +4,7 @@ Pure functions for any engine, and the verb `generate`, which deals by them.
 """
 
 from ...core import verbs
+from ...core.dealers import DEALERS
 from ...core.drafters import DRAFTERS
 from ...core.function_rows import FunctionRow
 from .cascades import CascadePlan, allot, plan_cascade
@@ -48,5 +49,6 @@ __all__ = [
     "tie_plan",
 ]
 
+DEALERS.register(FunctionRow("by_length", "evenload.plugins.rollout.dealer:by_length"))
 DRAFTERS.register(FunctionRow("texts", "evenload.plugins.rollout.texts:drafter"))
 verbs.register(verbs.Verb("generate", "evenload.plugins.rollout.verb:generate", order=80))

@@ -11,6 +11,8 @@ import numpy as np
 
 from ...core.aliases import Ints
 from ...core.costs.decode import DecodeCost
+from ...core.planning.setting import costs_named
+from ...core.recipe.recipe import Recipe
 from ...runtime.generate.dealing import Dealer, Dealing, Forwards, GenerationStats, SampleAssignment
 from ...runtime.generate.drafts import DraftCounts
 from ...runtime.generate.request import Completion, Request
@@ -121,6 +123,12 @@ class ByLength(Dealer):
             return None
         of, tokens, ends = (np.array(column) for column in zip(*rows, strict=True))
         return fit_lengths(SampledLengths(of, tokens, ends, np.ones(len(of))), len(limits), limits)
+
+
+def by_length(recipe: Recipe, known: Sequence[Completion]) -> ByLength:
+    """The dealer of a recipe's samples."""
+    costs = costs_named(recipe.costs)
+    return ByLength(costs.decode if costs else None, known, recipe.generate.move_every)
 
 
 def _request(dealing: Dealing, left: Ints) -> RolloutRequest:

@@ -20,7 +20,6 @@ from ...core.cascade import warn_of_rescore
 from ...core.errors import refuse_first
 from ...core.input import reading
 from ...core.input.bounds import SEQUENCES
-from ...core.planning.setting import costs_named
 from ...core.recipe.adapter import TenantTrain
 from ...core.recipe.recipe import Recipe
 from ...runtime.files import faults, stamp
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from ...runtime.generate.request import Completion, Generation, Request
     from ...runtime.watchdog.watchdog import Watchdog
     from ...runtime.world.world import World
-    from .dealer import ByLength
 
 _PLACES = {"slots", "cache_tokens", "move_every", "drafts"}
 """Keys of `generate` that change no token."""
@@ -156,6 +154,7 @@ def generate(
     from ...runtime.world.folder_lock import file_lock
     from ...training.checkpoint.checkpoints import require_whole
     from ...training.job import host_until_end, in_world
+    from .dealer import by_length
 
     def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         begin_s = time.perf_counter()
@@ -173,7 +172,7 @@ def generate(
             warn_of_rescore(rule.prune, "generate.collect.prune")
         total = len(there) + sum(len(request.samples) for request in left)
         new: tuple[Completion, ...] = ()
-        dealer = _dealer(wanted.recipe, there)
+        dealer = by_length(wanted.recipe, there)
         if any(request.samples for request in left):
             with host_until_end(wanted.recipe, world, watchdog) as host, file.adding(world.rank) as add:
                 if loaded is not None:
@@ -213,13 +212,6 @@ def join(host: Host, folders: Sequence[Path]) -> None:
     for number, folder in enumerate(folders):
         adapter, weights = read_adapter(folder)
         host.adapters.join(number, adapter, TenantTrain(), AdapterState(weights, {}, {}, 0))
-
-
-def _dealer(recipe: Recipe, there: Sequence[Completion]) -> ByLength:
-    from .dealer import ByLength
-
-    costs = costs_named(recipe.costs)
-    return ByLength(costs.decode if costs else None, there, recipe.generate.move_every)
 
 
 def _earlier(recipe: Recipe) -> list[Completion]:

@@ -21,6 +21,7 @@ import torch
 
 from ...core.aliases import Floats
 from ...core.cascade import cascaded, functions_of, rescored
+from ...core.dealers import dealer_of
 from ...core.errors import RankError, refuse_first, shorten
 from ...core.input.user_function import scored_by, user_function
 from ...core.recipe.generated import ScoredSamples, scorers_of
@@ -46,7 +47,7 @@ class SampleScores:
 
     def __init__(self, recipe: Recipe, tokenizer_name: str, config: ScoredSamples) -> None:
         refuse_first(*((odd, f"{_KEY}: {what}", has, f"{do}, or leave it out") for odd, what, has, do in unfit(recipe)))
-        self._config = config
+        self._recipe, self._config = recipe, config
         self._prompted = prompted(recipe, tokenizer_name, config.prompts, config.samples)
         self._names = [scorer.by for scorer in scorers_of(config.score)]
         self._scorers = functions_of(config, _KEY)
@@ -64,7 +65,7 @@ class SampleScores:
         """Hash of the prompts, and of how samples are drawn and scored."""
         agree(bytes.fromhex(self.identity), f"prompts of {_KEY}", 0)
         self._earlier: tuple[Completion, ...] = ()
-        """Samples of the last validation, by which those of the next one are drafted."""
+        """Samples of the last validation, by which those of the next one are drafted, and dealt."""
 
     def run(self, host: Host, watchdog: Watchdog, done: int) -> dict[str, float]:
         """Draw and score by the weights as they are. Collective. Raises RankError, on every rank, where a function of
@@ -74,6 +75,7 @@ class SampleScores:
             self._prompted.requests,
             replace(self._prompted.settings, earlier=self._earlier),
             mark=lambda where: watchdog.at(f"validation, {where}", done),
+            dealer=dealer_of(self._recipe, self._earlier),
         )
         drawn_s = time.perf_counter()
         size, keys = rank_and_size()[1], [f"{sample.prompt} {sample.sample}" for sample in samples]

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 from evenload.api import load_recipe
+from evenload.core import dealers
 from evenload.core.cascade import rescored
 from evenload.core.errors import RankError
+from evenload.core.function_rows import FunctionRow, FunctionRows
 from evenload.core.recipe.generated import ScoredSamples
 from evenload.runtime.generate.request import Completion
 from evenload.training.sampling import scored, scorers
@@ -79,8 +81,9 @@ def figures(tmp_path, monkeypatch):
         tokens = tuple((SAID[prompt][sample] + {"end": "\n", "stop": ";", "limit": ""}[how]).encode())
         return Completion(prompt, sample, tokens, (0.0,) * len(tokens), how)
 
-    def generated(requests, settings, mark):
+    def generated(requests, settings, mark, dealer):
         run.settings.append(settings)
+        run.dealers.append(dealer)
         return tuple(completion(one.number, sample) for one in requests for sample in one.samples)
 
     def run(times=1, **more):
@@ -91,7 +94,7 @@ def figures(tmp_path, monkeypatch):
         scores = SampleScores(recipe, "bytes", config)
         return [scores.run(SimpleNamespace(generate=generated), watchdog, step) for step in range(times)][-1]
 
-    run.settings = []
+    run.settings, run.dealers = [], []
     return run
 
 
@@ -127,6 +130,16 @@ def test_samples_are_drafted_by_those_of_the_last_validation(figures):
     first, second = figures.settings
     assert (first.earlier, len(second.earlier)) == ((), 12)
     assert replace(second, earlier=()) == first
+
+
+def test_samples_are_dealt_by_the_lengths_of_the_last_validation(figures, monkeypatch):
+    rows = FunctionRows("dealer", FunctionRow)
+    monkeypatch.setattr(dealers, "DEALERS", rows)
+    figures()
+    rows.register(FunctionRow("known", "builtins:tuple"))
+    monkeypatch.setattr(rows, "imported", lambda row: lambda recipe, known: (row.name, len(known)))
+    figures(times=2)
+    assert figures.dealers == [None, ("known", 0), ("known", 12)]
 
 
 def test_the_identity_is_that_of_all_that_moves_a_figure(figures, tmp_path):
