@@ -110,6 +110,7 @@ def generate(
                 _pack([], {}, cache, decoder.device), torch.zeros(1, dtype=torch.int64, device=decoder.device)
             )
             continue
+        drafts.begin(schedule.live, waiting=len(schedule.live) + len(schedule.waiting) > settings.slots)
         slices, samples, tokens = schedule.next(draft)
         drafted = {sample.key: len(sample.drafted) for sample in samples if sample.drafted}
         pack = _pack(slices, tokens, cache, decoder.device, drafted)

@@ -1189,7 +1189,14 @@ fault(
     "== sample.new[-_LEAST:]",
     "== own[max(0, done - _LEAST) : done]",
 )
-fault("other samples are looked up in before the sample itself", "last ^ _own(number)) or", "last) or")
+fault("the newest place counts, after however few equal tokens", "key=itemgetter(0), default", "key=bool, default")
+fault(
+    "texts of nobody are looked up in for a tenant", "hash((tenant, *text[-_LEAST:]))", "hash((None, *text[-_LEAST:]))"
+)
+fault = of("runtime/generate/drafts.py", cases("runtime/generate/test_engine.py", k="is_to_save or never_right"))
+fault("drafts that never pay are asked for in every forward", "self._asks = False", "self._asks = True")
+fault("what does not pay is never tried again", "self._left = _PROBE", "self._asks = False")
+fault("a guess costs nothing for its keys", "+ self._costs.key_s * sample.length", "")
 fault = of("plugins/rollout/generate.py", cases("plugins/rollout/test_generate.py", k="mark_of_a_run"))
 fault("drafts make another run of the same samples", ', "move_every", "drafts"}', ', "move_every"}')
 fault = of("plugins/rollout/plan.py", killer)
@@ -1941,6 +1948,9 @@ fault(
 
 killer = cases("training/sampling/test_scored.py")
 fault = of("training/sampling/scored.py", killer)
+fault(
+    "samples of a validation are dealt blindly", "dealer_of(self._recipe, self._earlier)", "dealer_of(self._recipe, ())"
+)
 fault("a sample passes above the least score alone", "scores >= self._config.passes", "scores > self._config.passes")
 fault("samples of a prompt are those of every other one", ".reshape(-1, of)", ".reshape(of, -1).T")
 fault("the best is compared by another bar for passing", '{"prompts", "every", *', '{"prompts", "every", "passes", *')

@@ -206,7 +206,7 @@ def test_a_guess_is_to_save_what_it_costs(costs):
     assert {number for number, _, _ in late} == {0, 1}
     for number, keys, least in late:
         live = 5 if number else 3  # those of prompt 1 end first
-        assert least == pytest.approx(1 / (1 + step_s / live / (row_s + key_s * keys)))
+        assert least == pytest.approx(1 / (1 + step_s / 2 / live / (row_s + key_s * keys)))
 
 
 class Odd(Guessing):
@@ -323,7 +323,7 @@ def test_a_drafter_that_is_never_right_is_asked_now_and_then():
     drafts, live = Drafts(own := Wrong(24), tiny.VOCABULARY), 32
     sample, asked = Running(Request(0, (1,), 99), 0, 0), []
     for _ in range(400):
-        drafts.begin([sample] * live)
+        drafts.begin([sample] * live, waiting=False)
         before = own.asked
         for _ in range(live):
             sample.drafted = drafts.of(sample, 5, live)
@@ -334,7 +334,7 @@ def test_a_drafter_that_is_never_right_is_asked_now_and_then():
     assert asked.count(32) < 80
     assert 4 <= asked[-40:].count(32) <= 8, "or it would not be seen that it pays again"
     for _ in range(400):
-        drafts.begin([sample] * live)
+        drafts.begin([sample] * live, waiting=False)
         for _ in range(live):
             sample.drafted = drafts.of(sample, 5, live)
             drafts.saw(sample, len(sample.drafted))
@@ -346,7 +346,7 @@ def test_a_drafter_that_is_never_right_is_asked_where_that_costs_little():
     sample = Running(Request(0, (1,), 99), 0, 0)
     own.guess = lambda *_: []
     for _ in range(99):
-        drafts.begin([sample])
+        drafts.begin([sample], waiting=False)
         drafts.of(sample, 5, 1)
         drafts.saw(sample, 0)
         assert drafts._asks
