@@ -13,6 +13,7 @@ from harness.cases import full
 
 BENCHMARKS = Path(evenload.__file__).parent / "benchmarks"
 ONE_STEP = ("--trainers", "megatron", "--slots", "1", "--prompt", "8", "--tokens", "4", "--repeats", "1")
+FEW_DRAFTS = ("--steps", "6", "--every", "1", "--on", "5", "--prompts", "2", "--samples", "2", "--tokens", "8")
 SWEPT = (BENCHMARKS.parent / "recipes" / "sweeps" / "importlib.yaml", "train.steps=16", "sweep.halve_every=8")
 
 
@@ -23,6 +24,7 @@ SWEPT = (BENCHMARKS.parent / "recipes" / "sweeps" / "importlib.yaml", "train.ste
     [
         ("generation/collect.py", ("--quick",), "rows"),
         ("generation/decode.py", ONE_STEP, "rows"),
+        ("generation/drafts.py", (*FEW_DRAFTS, "--ranks", "1"), "rows"),
         ("lora/sweep.py", SWEPT, "runs"),
         ("planning/mesh.py", ("--quick",), "batches"),
         ("training/mixtures.py", ("--quick",), "rows"),

@@ -19,6 +19,14 @@ def test_a_row_for_each_number_of_slots(benchmark):
     assert rows[0]["over_one_slot"] == 1.0
 
 
+def test_drafts_as_long_as_they_pay_next_to_fixed_lengths(benchmark):
+    """On text of the standard library, and on samples that say what they said before."""
+    (row,) = benchmark("generation/draft_depths.py", "--files", "4", "--slots", "4")["rows"]
+    assert [fixed["forwards"] for fixed in row["fixed"]] == sorted((f["forwards"] for f in row["fixed"]), reverse=True)
+    assert row["own"]["of_samples"] <= row["fixed"][row["as_few"] - 1]["of_samples"] or not row["fewer_forwards"]
+    assert row["over_none"] > 1
+
+
 @full
 def test_a_row_for_each_rule_and_less_work_where_the_first_is_kept(forged, monkeypatch, tmp_path, capsys):
     """Its commands are run in forks."""
