@@ -38,7 +38,7 @@ log = logging.getLogger("evenload")
 _STEP_S = 1e-2
 _PROPORTIONS = DecodeCost(step_s=_STEP_S, row_s=_STEP_S / 64, key_s=0.0, prompt_s=0.0)
 _ASK_S = 1e-5
-"""Of a guess by texts, measured: docs/log.md."""
+"""Of a guess by texts, measured on a CPU."""
 _SECOND_CALL = 1 / 8
 """Of a step, where rows of unlike lengths attend in calls of their own: 0.04 to 0.09 measured with few keys."""
 _FIRST, _PROBE, _REST, _LONGEST_REST = 16, 4, 8, 32
