@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -104,9 +104,11 @@ class DraftRule(Frozen):
     """Guesses of next tokens, of which a forward keeps those that it draws as well."""
 
     by: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$", max_length=100)] = "texts"
-    """`texts`: by what samples said before."""
+    """`texts`: by what samples said before; `quantized`: by the model, its weights rounded, where that is faster."""
     most: Annotated[int, Field(ge=1, le=15)] = 15
     """Guesses of a sample in one forward."""
+    weights: Literal["int8", "int4"] = "int8"
+    """Of `quantized`: with a scale an output, or one for each 128 of its inputs."""
     earlier: Annotated[Path, AfterValidator(file_name)] | None = None
     """Samples of the same prompts, as `evenload generate` wrote them at earlier weights."""
 

@@ -424,6 +424,8 @@ class Generate(Section):
     cache_tokens: bounds.TokenCount | None = None
     """Tokens whose keys and values a rank holds at once. Samples that do not fit any more begin again later, with the
     tokens that they have. null: those of all samples under way."""
+    keys: Literal["int8", "int4"] | None = None
+    """Round keys and values, by token and head, so that more samples fit: an approximation. null: keep them."""
     move_every: bounds.CountOrNone | None = None
     """Decode steps of a mean rank after which samples under way are dealt to the ranks again, where that ends them
     earlier; 0: never, null: by what `costs` says of decode steps, and never where it says nothing."""

@@ -32,7 +32,8 @@ from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
 from ...runtime.generate.dealing import Dealer, Dealing, Forwards, GenerationStats, WholePrompts, agreed
 from ...runtime.generate.drafts import DraftCounts, Drafts
-from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
+from ...runtime.generate.engine import Decoder, Quantizable, Serves, generate, of_nobody
+from ...runtime.generate.quantized import LinearLayer
 from ...runtime.generate.request import Completion, Generation, Request, Scoring, rules
 from ...runtime.generate.schedule import refuse_small_cache
 from ...runtime.world.agreement import Group, all_or_none, everyone, name_ranks, on_host, rank_and_size
@@ -229,12 +230,15 @@ def _strangers(requests: Sequence[Request], here: Sequence[int]) -> Iterator[Rul
         yield tenant is not None and tenant not in here, what, f"tenant {tenant}, here {list(here)}", do
 
 
-def staged(run: RunStage, device: torch.device, group: Group, empty: Callable[[Pack], Tensor]) -> Decoder:
+def staged(
+    run: RunStage, device: torch.device, group: Group, empty: Callable[[Pack], Tensor], linears: Sequence[LinearLayer]
+) -> Decoder:
     """A decoder of the stages of a pipeline, which compute a pack one after the other.
 
     Args:
         group: of the stages, in their order.
         empty: what a stage receives of a pack, as large.
+        linears: of this stage's layers.
     """
     ranks = dist.get_process_group_ranks(group)
     place = ranks.index(dist.get_rank())
@@ -254,7 +258,7 @@ def staged(run: RunStage, device: torch.device, group: Group, empty: Callable[[P
         dist.broadcast(picks_2R, ranks[-1], group=group)
         return picks_2R
 
-    return Decoder(device, logits, shared)
+    return Decoder(device, logits, shared, quantizable=Quantizable(linears, logits))
 
 
 def any_rank(busy: bool) -> bool:

@@ -17,8 +17,10 @@ from ...runtime.attention.pack import Pack
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
 from ...runtime.generate.engine import Decoder
+from ...runtime.generate.quantized import LinearLayer
 from ..host.generating import staged
 from .model.attention import seq_params
+from .model.linears import linears_of
 
 
 @contextmanager
@@ -46,9 +48,10 @@ def decoder_of(called: Any, gpt: Any, device: torch.device, gate: ExpertGate | N
     def empty(pack: Pack) -> Tensor:
         return torch.empty(pack.num_padded_tokens, 1, config.hidden_size, dtype=config.pipeline_dtype, device=device)
 
+    linears = [LinearLayer(module, "_forward_impl") for module in linears_of(gpt)]
     hook = gpt.output_layer.register_forward_pre_hook(choose) if gpt.post_process else None
     try:
-        yield staged(run, device, parallel_state.get_pipeline_model_parallel_group(), empty)
+        yield staged(run, device, parallel_state.get_pipeline_model_parallel_group(), empty, linears)
     finally:
         if hook is not None:
             hook.remove()

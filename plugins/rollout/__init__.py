@@ -5,7 +5,7 @@ Pure functions for any engine, and the verb `generate`, which deals by them.
 
 from ...core import verbs
 from ...core.dealers import DEALERS
-from ...core.drafters import DRAFTERS
+from ...core.drafters import DRAFTERS, DrafterRow
 from ...core.function_rows import FunctionRow
 from .cascades import CascadePlan, allot, plan_cascade
 from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
@@ -50,5 +50,7 @@ __all__ = [
 ]
 
 DEALERS.register(FunctionRow("by_length", "evenload.plugins.rollout.dealer:by_length"))
-DRAFTERS.register(FunctionRow("texts", "evenload.plugins.rollout.texts:drafter"))
+DRAFTERS.register(DrafterRow("texts", "evenload.plugins.rollout.texts:drafter"))
+_QUANTIZED = "evenload.plugins.rollout.quantized"
+DRAFTERS.register(DrafterRow("quantized", f"{_QUANTIZED}:drafter", unfit=f"{_QUANTIZED}:unfit"))
 verbs.register(verbs.Verb("generate", "evenload.plugins.rollout.verb:generate", order=80))

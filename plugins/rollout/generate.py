@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ...runtime.watchdog.watchdog import Watchdog
     from ...runtime.world.world import World
 
-_PLACES = {"slots", "cache_tokens", "move_every", "drafts"}
-"""Keys of `generate` that change no token."""
+_PLACES = {"slots", "cache_tokens", "move_every", "drafts", "keys"}
+"""Keys of `generate` that change no token, and one that the mark names."""
 _UNMOVED = dict.fromkeys(_PLACES, True) | {"collect": {"prune": {"rescore"}}}
 
 
@@ -137,7 +137,9 @@ def mark_of(wanted: GenerateRequest) -> str:
     own = stamp(Path(), files[rank::size])
     parts = everyone([own[name].hash for name in files[rank::size]])
     hashes = [parts[place % size][place // size] for place in range(len(files))]
-    return hashlib.blake2b(json.dumps([wanted.decides, hashes], sort_keys=True).encode(), digest_size=8).hexdigest()
+    text, keys = json.dumps([wanted.decides, hashes], sort_keys=True), wanted.recipe.generate.keys
+    mark = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"approximate-{keys}-keys-{mark}" if keys else mark
 
 
 def generate(
@@ -170,6 +172,7 @@ def generate(
             settings = replace(wanted.settings, earlier=[*earlier, *there])
         if (rule := wanted.recipe.generate.collect) and rule.prune:
             warn_of_rescore(rule.prune, "generate.collect.prune")
+        approximate = f", approximate: {recipe.generate.keys} keys" if recipe.generate.keys else ""
         total = len(there) + sum(len(request.samples) for request in left)
         new: tuple[Completion, ...] = ()
         dealer = by_length(wanted.recipe, there)
@@ -185,7 +188,7 @@ def generate(
 
                 def counted(done: int) -> None:
                     rate = done / (time.perf_counter() - generate_s)
-                    progress("generate", len(there) + done, total, f"{rate:.3g} samples/s")
+                    progress("generate", len(there) + done, total, f"{rate:.3g} samples/s{approximate}")
 
                 generate_s = time.perf_counter()
                 new = host.generate(left, settings, ended=add, counted=counted, mark=watchdog.at, dealer=dealer)
@@ -246,4 +249,5 @@ def _result(
         "ended": dict(Counter(sample.ended for sample in kept)),
         "collected": beside_all(new, wanted.requests) if collects else None,
         "seconds": seconds,
+        **({"approximate": f"{keys} keys"} if (keys := wanted.recipe.generate.keys) else {}),
     }

@@ -18,6 +18,8 @@ def table(result: Result) -> Table:
     if drafts := result["drafts"]:
         counts = f"{drafts['tokens_a_forward']:.2f}, {drafts['drafted']:,}, {drafts['accepted']:,}"
         rows.append(("tokens of a sample in a forward, drafted, accepted", counts))
+    if "approximate" in result:
+        rows.insert(0, ("approximate, not the model's own samples", result["approximate"]))
     return grid(result["out"], ("of this run", "number"), rows, f"run {result['run']}")
 
 

@@ -10,7 +10,8 @@ of a sample's own text and 30 others: by the equal tokens before a guess, and by
 follows. As much is given as is all right with the probability that is asked for, by the share of each kind that was
 right so far. The paper's regression tree of the entropy would foresee less: see docs/log.md.
 
-O(1) for each token that is seen, and for each guess: about 10 us a token in all. A pure function of the tokens it was shown.
+O(1) for each token that is seen, and for each guess: about 10 us a token in all. A pure function of the tokens it was
+shown.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
 import numpy as np
 import torch
@@ -22,48 +22,62 @@ from ...core.plan.step_plan import Slice
 from .block_tables import BlockTables
 from .copy_rows import copy_rows
 from .decode_rows import NO_ROW, DecodeRows, size_class
+from .rounded_keys import KeyBits, restored_keys, rounded_keys
 
 Pools = tuple[Tensor, Tensor]
 """Keys and values of a layer, [N, S, G, D] each; on the CPU the tokens of a head lie side by side."""
 
 
 class KvCache:
-    """The keys and values of one rank, by layer, in the blocks of ``tables``."""
+    """The keys and values of one rank, by layer, in the blocks of ``tables``.
 
-    def __init__(self, tables: BlockTables) -> None:
+    Args:
+        bits: to which they are rounded; None: they are kept as they are.
+    """
+
+    def __init__(self, tables: BlockTables, bits: KeyBits | None = None) -> None:
         self.tables = tables
-        self._pools: dict[int, Pools] = {}
+        self._bits = bits
+        self._kept: dict[int, list[Tensor]] = {}
+        """By layer, the pools of keys and values; or of the integers and the ranges of each."""
 
     def write(self, layer: int, rows: CachedRows, k_TGD: Tensor, v_TGD: Tensor) -> Pools:
         """Keep the keys and values of some rows where they belong; all of the layer."""
-        pools = self._pools.get(layer)
-        if pools is None or len(pools[0]) < self.tables.num_blocks:
-            pools = self._pools[layer] = self._grown(pools, k_TGD, v_TGD)
-        for pool, values in zip(pools, (k_TGD, v_TGD), strict=True):
-            pool[rows.places_2T[0], rows.places_2T[1]] = values[: rows.places_2T.shape[1]].to(pool.dtype)
-        return pools
+        values = (
+            [k_TGD, v_TGD] if self._bits is None else [*chain(*(rounded_keys(x, self._bits) for x in (k_TGD, v_TGD)))]
+        )
+        kept = self._kept.get(layer)
+        if kept is None or len(kept[0]) < self.tables.num_blocks:
+            kept = self._kept[layer] = self._grown(kept, values)
+        for pool, new in zip(kept, values, strict=True):
+            pool[rows.places_2T[0], rows.places_2T[1]] = new[: rows.places_2T.shape[1]].to(pool.dtype)
+        if self._bits is None:
+            return kept[0], kept[1]
+        k, of_k, v, of_v = (pool[: self.tables.num_blocks] for pool in kept)
+        return restored_keys(k, of_k, self._bits, k_TGD.dtype), restored_keys(v, of_v, self._bits, v_TGD.dtype)
 
     def copy_block(self, source: int, target: int) -> None:
         """Write what a block holds into another one, in all layers."""
-        for layer, pools in self._pools.items():
-            if target >= len(pools[0]):
-                pools = self._pools[layer] = self._grown(pools, pools[0][0], pools[1][0])
-            for pool in pools:
+        for layer, kept in self._kept.items():
+            if target >= len(kept[0]):
+                kept = self._kept[layer] = self._grown(kept, [pool[0] for pool in kept])
+            for pool in kept:
                 pool[target] = pool[source]
 
-    def _grown(self, pools: Pools | None, k_TGD: Tensor, v_TGD: Tensor) -> Pools:
+    def _grown(self, kept: Sequence[Tensor] | None, values: Sequence[Tensor]) -> list[Tensor]:
         """Twice as many blocks as are wanted, so that growing costs a copy of each a few times; zeros where nothing was
         written, for a weight of 0 times what memory may hold need not be 0."""
         wanted, size = self.tables.at_most(2 * self.tables.num_blocks), self.tables.block_tokens
-        shape, on_host = (wanted, size, *k_TGD.shape[1:]), k_TGD.device.type == "cpu"
-        by_head = wanted, shape[2], size, shape[3]
-        new = [
-            values.new_zeros(by_head).transpose(1, 2) if on_host else values.new_zeros(shape)
-            for values in (k_TGD, v_TGD)
-        ]
-        for pool, old in zip(new, pools or (), strict=False):
+        new = []
+        for of_TGX in values:
+            _, groups, width = of_TGX.shape
+            if of_TGX.device.type == "cpu":
+                new.append(of_TGX.new_zeros(wanted, groups, size, width).transpose(1, 2))
+            else:
+                new.append(of_TGX.new_zeros(wanted, size, groups, width))
+        for pool, old in zip(new, kept or (), strict=False):
             pool[: len(old)] = old
-        return new[0], new[1]
+        return new
 
 
 @dataclass(frozen=True, eq=False)

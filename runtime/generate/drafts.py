@@ -25,12 +25,12 @@ fewer live samples, say otherwise. Counts decide, never clocks: ranks that hold 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...core.costs.decode import DecodeCost
 from ..attention.decode_rows import MOST_TOKENS
-from .request import Drafter
+from .request import Drafter, DraftModel, ModelDrafter
 from .schedule import Running
 
 log = logging.getLogger("evenload")
@@ -109,8 +109,9 @@ class Drafts:
         return DraftCounts(*self._counts)
 
     def begin(self, live: Sequence[Running], *, waiting: bool) -> None:
-        """A forward begins, while these samples live, and others may wait; it is decided whether it drafts."""
-        if self._drafter is None:
+        """A forward begins, while these samples live, and others may wait; it is decided whether it drafts. Who guesses
+        by the model itself decides that by itself."""
+        if self._drafter is None or isinstance(self._drafter, ModelDrafter):
             return
         self._step_s = self._costs.step_s * (1 if waiting or len(live) == 1 else _LATE)
         now = [self._asked, *self._counts[1:]]
@@ -147,6 +148,25 @@ class Drafts:
         known = self._vocabulary
         odd = (place for place, token in enumerate(guessed) if token < 0 or (known is not None and token >= known))
         return guessed[: min(int(limit), next(odd, len(guessed)))]
+
+    def ahead(
+        self, samples: Sequence[Running], fitting: Callable[[Running, int], int], model: DraftModel | None
+    ) -> None:
+        """Let a drafter guess for all samples that are asked for next, if it does so by the model itself. Where it
+        fails on one of the ranks that hold the model together, so does the generation: the others wait for it."""
+        if not isinstance(self._drafter, ModelDrafter) or model is None or not samples:
+            return
+        try:
+            self._drafter.ahead(samples, fitting, model)
+        except Exception as error:
+            if not model.alone:
+                raise
+            self._fails(error)
+
+    def took(self, seconds: float) -> None:
+        """A forward that computed nothing but samples and their guesses has taken so long."""
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.took(seconds)
 
     def saw(self, sample: Running, accepted: int) -> None:
         """A sample has got tokens, so many of which were drafted; its last draft is still there."""

@@ -14,10 +14,11 @@ Shape legend: T = tokens of a pack, R = rows that get a token, V = vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ from ..attention.pack import IGNORE, Pack
 from .drafts import Drafts
 from .kept import KeptSamples
 from .noise import gumbel
-from .request import Completion, Ended, Generation, Request
+from .quantized import LinearLayer
+from .request import Completion, DraftModel, Ended, Generation, Request
 from .sampling import pick
 from .schedule import Running, Schedule
 
@@ -50,6 +52,14 @@ def keep(picks_2R: Tensor) -> Tensor:
     return picks_2R
 
 
+class Quantizable(NamedTuple):
+    """What of a model is quantized while it drafts, and how it runs then."""
+
+    linears: Sequence[LinearLayer]
+    logits: Callable[[Pack, Tensor], Tensor | None]
+    """As those of `Decoder`."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """How a rank runs the model without gradients."""
@@ -62,6 +72,8 @@ class Decoder:
     goes_on: Callable[[bool], bool] = bool
     """Whether there is another forward, where this rank has something to compute, or has not."""
     serves: Serves = of_nobody
+    quantizable: Quantizable | None = None
+    """How the same model drafts; None: it does not. Who watches ``logits`` is not shown what drafts compute."""
 
 
 class Borders(Protocol):
@@ -87,15 +99,23 @@ def generate(
 
     Raises EvenloadError where ``settings.cache_tokens`` hold less than the largest sample may become.
     """
-    cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens))
+    cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens), settings.keys)
     schedule = Schedule([request for request in requests if request.samples], settings, cache)
     decoder.serves(schedule.tenants)
     keeping = KeptSamples(schedule, settings, settings.collect) if settings.collect else None
     drafts = drafts or Drafts()
 
-    def draft(sample: Running) -> list[int]:
+    def most(sample: Running) -> float:
         left = sample.request.limit - len(sample.new)
-        return drafts.of(sample, min(left, keeping.left(sample) if keeping else left) - 1, len(schedule.live))
+        return min(left, keeping.left(sample) if keeping else left) - 1
+
+    def draft(sample: Running) -> list[int]:
+        return drafts.of(sample, most(sample), len(schedule.live))
+
+    def fitting(sample: Running, wanted: int) -> int:
+        return len(schedule.fitting(sample, range(int(min(wanted, most(sample))))))
+
+    model = _draft_model(decoder, settings, cache)
 
     left = borders.forwards if borders else -1
     while (goes_on := decoder.goes_on(schedule.busy)) or borders:
@@ -111,10 +131,13 @@ def generate(
             )
             continue
         drafts.begin(schedule.live, waiting=len(schedule.live) + len(schedule.waiting) > settings.slots)
-        slices, samples, tokens = schedule.next(draft)
+        slices, samples, tokens = schedule.next(draft, lambda ready: drafts.ahead(ready, fitting, model))
         drafted = {sample.key: len(sample.drafted) for sample in samples if sample.drafted}
         pack = _pack(slices, tokens, cache, decoder.device, drafted)
+        begin = time.perf_counter()
         picks = _picked(pack, samples, settings, decoder)
+        if len(slices) == len(samples):
+            drafts.took(time.perf_counter() - begin)
         schedule.computed()
         for sample, own in zip(samples, picks, strict=True):
             before = len(sample.new)
@@ -127,6 +150,26 @@ def generate(
             elif how:
                 schedule.end(sample)
                 yield sample.ended(how)
+
+
+def _draft_model(decoder: Decoder, settings: Generation, cache: KvCache) -> DraftModel | None:
+    """Keys of what it computes are written over by the forward that checks it."""
+    if decoder.quantizable is None:
+        return None
+    quantizable = replace(decoder, logits=decoder.quantizable.logits)
+
+    def after(samples: Sequence[Running], guessed: Sequence[Sequence[int]]) -> list[int]:
+        depth = len(guessed[0])
+        slices = [Slice(one.key, one.kept + depth, one.kept + depth + 1) for one in samples]
+        last = (own or one.new or one.request.tokens for one, own in zip(samples, guessed, strict=True))
+        tokens = {one.key: of[-1:] for one, of in zip(samples, last, strict=True)}
+        picks = _picked(_pack(slices, tokens, cache, decoder.device), samples, settings, quantizable, depth)
+        return [token for ((token, _),) in picks]
+
+    def agreed(number: int) -> int:
+        return int(decoder.shared(torch.full((2, 1), float(number), dtype=torch.float64, device=decoder.device))[0, 0])
+
+    return DraftModel(decoder.quantizable.linears, after, agreed, decoder.shared is keep, settings.priced)
 
 
 def _taken(sample: Running, picks: Sequence[tuple[int, float]], settings: Generation) -> Ended | None:
@@ -171,9 +214,10 @@ def _pack(
 
 
 def _picked(
-    pack: Pack, samples: Sequence[Running], settings: Generation, decoder: Decoder
+    pack: Pack, samples: Sequence[Running], settings: Generation, decoder: Decoder, guessed: int = 0
 ) -> list[list[tuple[int, float]]]:
-    """The next token of each sample, and those after each token of its draft, with their log-probabilities."""
+    """The next token of each sample, and those after each token of its draft, with their log-probabilities; the pack
+    may begin after so many guesses of each."""
     ends = {piece.sequence: end for piece, end in zip(pack.slices, pack.segments[1:], strict=True)}
     counts = [1 + len(sample.drafted) for sample in samples]
     after_R = np.concatenate([np.zeros(0, dtype=np.int64), *map(np.arange, counts)])
@@ -185,7 +229,7 @@ def _picked(
     arrays = {
         "slots": of_rows(firsts) + after_R if samples else np.zeros(1, dtype=np.int64),
         "streams": of_rows([sample.stream for sample in samples]),
-        "places": of_rows([sample.length for sample in samples]) + after_R,
+        "places": of_rows([sample.length + guessed for sample in samples]) + after_R,
     }
     rows = copy_rows(arrays, decoder.device)
     logits_RV = decoder.logits(pack, rows["slots"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from ...core.errors import Rule
 
@@ -100,6 +100,33 @@ class Drafter(Protocol):
         """Is shown a sample that has got tokens."""
 
 
+class DraftModel(NamedTuple):
+    """The model of a generation, for who guesses by it: ranks that hold it together call it together."""
+
+    linears: Sequence[Any]
+    """`quantized.LinearLayer` of this rank's layers."""
+    after: Callable[[Sequence[Any], Sequence[Sequence[int]]], list[int]]
+    """What is drawn after each of some samples and its guesses, of which each has as many."""
+    agreed: Callable[[int], int]
+    """A number as the rank with the last layer has it."""
+    alone: bool
+    """Whether this rank holds it by itself."""
+    priced: bool
+    """Whether guesses are left out that take longer than they save."""
+
+
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that guesses by a form of the model, for all samples at once."""
+
+    def ahead(self, samples: Sequence[Any], fitting: Callable[[Any, int], int], model: DraftModel) -> None:
+        """Guess what it will be asked for: of each sample as many tokens at most as ``fitting`` says that there are
+        blocks for, where so many are wanted."""
+
+    def took(self, seconds: float) -> None:
+        """Is shown what the forward took that checked its guesses."""
+
+
 MakeDrafter = Callable[[Sequence[Completion]], Drafter]
 """A drafter that knows earlier samples of the same prompts."""
 
@@ -122,6 +149,8 @@ class Generation:
     """Samples that are under way at once on a rank."""
     cache_tokens: int | None = None
     """Whose keys and values a rank holds at once; None: of all that are under way."""
+    keys: Literal["int8", "int4"] | None = None
+    """Bits to which keys and values are rounded, so that samples are those of another model; None: they are not."""
     step_tokens: int = 4096
     """Tokens of prompts that one forward takes; the last tokens of samples come on top."""
     collect: Collecting | None = None
@@ -132,6 +161,8 @@ class Generation:
     """Makes what guesses tokens, so that a forward computes several of a sample; None: it computes one."""
     earlier: Sequence[Completion] = ()
     """Samples of the same prompts, by which tokens are guessed."""
+    priced: bool = True
+    """Whether guesses by the model itself are left out where they take longer than they save."""
 
 
 def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:

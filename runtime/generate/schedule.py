@@ -79,6 +79,10 @@ def no_draft(sample: Running) -> Sequence[int]:
     return ()
 
 
+def nothing_ahead(samples: Sequence[Running]) -> None:
+    """Where nobody wants to know all samples before the first is drafted."""
+
+
 class Schedule:
     """The samples of some requests on one rank; raises EvenloadError where the cap holds less than one of them."""
 
@@ -108,10 +112,15 @@ class Schedule:
     def busy(self) -> bool:
         return bool(self.waiting or self.live)
 
-    def next(self, draft: Draft = no_draft) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
+    def next(
+        self, draft: Draft = no_draft, ahead: Callable[[Sequence[Running]], None] = nothing_ahead
+    ) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
         """What the next forward computes: slices, by what the cache calls their sequences; the samples that get a token
         from it, each for the last token of its slice, or for what it had and each guess after that; and the tokens of
-        each slice."""
+        each slice.
+
+        ``ahead`` is shown those whose draft is asked for next, when all have their blocks.
+        """
         place, size = 0, self._tables.block_tokens
         while place < len(self.live):  # who is given up is the last
             sample = self.live[place]
@@ -119,6 +128,7 @@ class Schedule:
                 self._make_grow(sample)
             place += 1
         self._start()
+        ahead([one for one in self._parts() if isinstance(one, Running) and one.length - one.kept == 1])
         slices: list[Slice] = []
         samples: list[Running] = []
         tokens: dict[int, list[int]] = {}
@@ -131,7 +141,7 @@ class Schedule:
             rest -= (stop - kept) * (length - kept > 1)
             tokens[part.key] = _tokens(part, stop)
             if isinstance(part, Running) and length - kept == 1:
-                part.drafted = self._fitting(part, draft(part))
+                part.drafted = self.fitting(part, draft(part))
                 tokens[part.key] += part.drafted
             slices.append(Slice(part.key, kept, kept + len(tokens[part.key])))
             part.kept = stop
@@ -264,7 +274,7 @@ class Schedule:
             if last is sample:
                 return
 
-    def _fitting(self, sample: Running, drafted: Sequence[int]) -> Sequence[int]:
+    def fitting(self, sample: Running, drafted: Sequence[int]) -> Sequence[int]:
         """As many guesses of a sample's next tokens as there are blocks for that nobody else has."""
         if self._tables.grow(sample.key, sample.length + len(drafted)):
             return drafted

@@ -1197,8 +1197,38 @@ fault = of("runtime/generate/drafts.py", cases("runtime/generate/test_engine.py"
 fault("drafts that never pay are asked for in every forward", "self._asks = False", "self._asks = True")
 fault("what does not pay is never tried again", "self._left = _PROBE", "self._asks = False")
 fault("a guess costs nothing for its keys", "+ self._costs.key_s * sample.length", "")
+fault = of("plugins/rollout/quantized.py", cases("runtime/generate/test_quantized.py", m="not full"))
+fault(
+    "weights of the first generation draft in all",
+    "    def make(earlier",
+    "    @__import__('functools').cache\n    def make(earlier",
+)
+fault("guesses cost nothing", "(exact + depth * of_guess)", "exact")
+fault = of("runtime/generate/quantized.py", cases("runtime/generate/test_quantized.py", m="not full"))
+fault("a weight has the scale of another group", "/ scales_NU[..., None])", "/ scales_NU.roll(1, 1)[..., None])")
+fault("a weight has the scale of another output", "/ scales_NU[..., None])", "/ scales_NU.roll(1, 0)[..., None])")
+fault("a product that is not right is taken", "<= _AGREES * want_RN.norm()", "<= 9 * want_RN.norm()")
+fault("a product that is slower is taken", "self._always or operator", "True or operator")
+fault = of("runtime/generate/engine.py", cases("runtime/generate/test_quantized.py", m="not full"))
+fault("a guess has the noise of the place before it", "[sample.length + guessed for", "[sample.length for")
+fault("the key of a guess lies a place too early", "one.kept + depth, one.kept + depth + 1)", "one.kept, one.kept + 1)")
+fault(
+    "guesses are taken for what is drawn",
+    "sample.new.append(token)",
+    "sample.new.append(token if guess is None else guess)",
+)
+fault = of("runtime/attention/rounded_keys.py", cases("runtime/attention/test_rounded_keys.py"))
+fault("a key has the step of another head", "torch.cat([step_TG1, least", "torch.cat([step_TG1.roll(1, 1), least")
+fault("a key has the step of another token", "torch.cat([step_TG1, least", "torch.cat([step_TG1.roll(1, 0), least")
+fault(
+    "halves of a key of 4 bits are exchanged",
+    "torch.cat([q_TGX & 15, q_TGX >> 4]",
+    "torch.cat([q_TGX >> 4, q_TGX & 15]",
+)
+fault = of("runtime/attention/kv_cache.py", cases("runtime/attention/test_rounded_keys.py"))
+fault("a block is copied without its steps", "for pool in kept:", "for pool in kept[::2]:")
 fault = of("plugins/rollout/generate.py", cases("plugins/rollout/test_generate.py", k="mark_of_a_run"))
-fault("drafts make another run of the same samples", ', "move_every", "drafts"}', ', "move_every"}')
+fault("drafts make another run of the same samples", ', "drafts", "keys"}', ', "keys"}')
 fault = of("plugins/rollout/plan.py", killer)
 fault("a bound charges every sample a whole step", "work_s + costs.step_s / request.slots *", "work_s + costs.step_s *")
 fault(

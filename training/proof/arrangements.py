@@ -76,7 +76,7 @@ def arrangements(
     if settings.drafter is not None:
         texts = {sample[:2]: sample.tokens for sample in samples}
         vocabulary = 1 + max(token for tokens in texts.values() for token in tokens)
-        settings = replace(settings, earlier=[*_as_if_earlier(samples, vocabulary)])
+        settings = replace(settings, earlier=[*_as_if_earlier(samples, vocabulary)], priced=False)
     forth = range(len(requests))
     drawn = np.random.default_rng(settings.seed).permutation(len(requests)).tolist()
     largest = max(len(request.tokens) + request.limit for request in requests)

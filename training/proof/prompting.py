@@ -39,6 +39,12 @@ def without_divided_tokens(recipe: Recipe) -> Recipe:
 def prompting(recipe: Recipe, prompts: Path | None) -> Prompting:
     """What `verify_generation` continues, and how. Raises EvenloadError for what cannot be; starts nothing."""
     section, tokenizer = recipe.generate, open_tokenizer(tokenizer_of(recipe.data, recipe.model.weights))
+    if section.keys:
+        what, do = (
+            "rounded keys give samples of another model",
+            "set generate.keys=null; evenload compare has distances",
+        )
+        raise EvenloadError(what, f"generate.keys {section.keys}", do)
     limit = min(section.max_new_tokens, MOST_NEW)
     known = section.end_tokens if section.end_tokens is not None else [tokenizer.end_token]
     settings, _ = settings_of(recipe, tokenizer, frozenset(token for token in known if token is not None))

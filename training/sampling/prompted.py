@@ -64,8 +64,8 @@ def settings_of(recipe: Recipe, tokenizer: Tokenizer, ends: frozenset[int]) -> t
     """How the recipe's section `generate` draws samples that end by these tokens, and its strings that end them."""
     section = recipe.generate
     sampling, stops = Sampling(section.temperature, section.top_k, section.top_p), StopStrings(tokenizer, section.stop)
-    own = Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens)
-    return replace(own, drafter=drafter_of(section.drafts)), stops
+    own = Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens, section.keys)
+    return replace(own, drafter=drafter_of(section.drafts, recipe)), stops
 
 
 def _end_tokens(own: Sequence[int] | None, tokenizer: Tokenizer, name: str) -> frozenset[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -35,6 +36,8 @@ from .figures import majority_at, pass_at
 from .prompted import prompted
 from .scorers import on_ranks, score_on_ranks
 
+log = logging.getLogger("evenload")
+
 _KEY = "data.validation.generate"
 _SCORING = "scoring the samples of the validation"
 
@@ -47,6 +50,9 @@ class SampleScores:
 
     def __init__(self, recipe: Recipe, tokenizer_name: str, config: ScoredSamples) -> None:
         refuse_first(*((odd, f"{_KEY}: {what}", has, f"{do}, or leave it out") for odd, what, has, do in unfit(recipe)))
+        if recipe.generate.keys:
+            log.warning("samples of %s are those of the model itself: generate.keys has no effect on them", _KEY)
+            recipe = recipe.changed({"generate.keys": None})
         self._recipe, self._config = recipe, config
         self._prompted = prompted(recipe, tokenizer_name, config.prompts, config.samples)
         self._names = [scorer.by for scorer in scorers_of(config.score)]
@@ -57,7 +63,7 @@ class SampleScores:
         unmoved = {"prompts", "every", *([] if config.bands else ["rescore"])}
         about = (
             config.model_dump(mode="json", exclude=unmoved),
-            recipe.generate.model_dump(mode="json", exclude={"drafts"}),
+            recipe.generate.model_dump(mode="json", exclude={"drafts", "keys"}),
         )
         rows = [[row.tokens, row.limit, row.row] for row in self._prompted.rows]
         text = json.dumps([*about, rows, recipe.train.seed, self._prompted.tokenizer.identity], sort_keys=True)

@@ -35,7 +35,8 @@ from ....runtime.adapters.peers import AdapterPeers
 from ....runtime.adapters.places import linears_in
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import StepRouting
-from ....runtime.generate.engine import Decoder
+from ....runtime.generate.engine import Decoder, Quantizable
+from ....runtime.generate.quantized import linears_of
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.stage.offload import layers_of
 from ....runtime.world.plane import Plane
@@ -181,7 +182,8 @@ class DeepSpeedHost(EngineHost):
             return whole[slots_R]
 
         with evaluating(self.engine.module):
-            yield Decoder(self.device, logits, goes_on=any_rank if self._all_in_step else bool)
+            quantizable = Quantizable(linears_of(layers_of(self.engine.module)), logits)
+            yield Decoder(self.device, logits, goes_on=any_rank if self._all_in_step else bool, quantizable=quantizable)
 
     def recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""

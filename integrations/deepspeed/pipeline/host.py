@@ -30,6 +30,7 @@ from ....runtime.adapters.peers import AdapterPeers
 from ....runtime.adapters.places import linears_in
 from ....runtime.attention.pack import Pack
 from ....runtime.generate.engine import Decoder
+from ....runtime.generate.quantized import linears_of
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.stage.stage_links import StageLinks, v_links
 from ....runtime.world.agreement import everyone, rows_of_all
@@ -153,7 +154,7 @@ class PipelineHost(EngineHost):
             )
 
         with evaluating(self.module):
-            yield staged(run, self.device, self._stages, empty)
+            yield staged(run, self.device, self._stages, empty, linears_of(self.module.blocks))
 
     def _open_plane(self) -> Plane:
         return Plane.make(self._rows)

@@ -35,7 +35,7 @@ def deferring_wgrads(gpt: Any, later: WgradStore) -> Iterator[None]:
             "set plugins.pipeline.split_backward=off",
         )
     with ExitStack() as undo:
-        for module in _linears(gpt):
+        for module in linears_of(gpt):
             undo.enter_context(replaced(module, "_forward_impl", _product(module, later)))
         yield
 
@@ -46,7 +46,7 @@ def why_in_backward(gpt: Any) -> str:
         return "gradient_accumulation_fusion: a kernel of its own adds up weight gradients"
     if gpt.config.sequence_parallel and gpt.config.tensor_model_parallel_size > 1:
         return "sequence_parallel: the inputs of linear layers are not kept whole"
-    known = {id(module.weight) for module in _linears(gpt)}
+    known = {id(module.weight) for module in linears_of(gpt)}
     # Routers and experts have theirs in the backward: the exchange of its tokens is there.
     with_exchange = [m for m in gpt.modules() if isinstance(m, (Router, SequentialMLP, ShardedExperts))]
     known |= {id(weight) for module in with_exchange for weight in module.parameters()}
@@ -57,7 +57,8 @@ def why_in_backward(gpt: Any) -> str:
     return ""
 
 
-def _linears(gpt: Any) -> list[nn.Module]:
+def linears_of(gpt: Any) -> list[nn.Module]:
+    """The column- and row-parallel layers of a GPTModel's decoder, experts aside."""
     modules = (module for layer in layers_of(gpt) for module in layer.modules())
     return [m for m in modules if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and not m.is_expert]
 

@@ -44,3 +44,23 @@ def test_a_row_for_each_rule_and_less_work_where_the_first_is_kept(forged, monke
     assert first["tokens"] <= whole["tokens"]
     assert first["kept_tokens"] <= whole["kept_tokens"]
     assert (whole["collected"], first["collected"]["kept"]) == (None, 3)
+
+
+def test_a_row_for_each_product_and_card(benchmark):
+    words = ("--parts", "products", "cards", "--quick", "--repeats", "1")
+    result = benchmark("generation/quantized.py", *words)
+    assert [row["rows"] for row in result["products"]] == [1, 4, 16, 64]
+    kinds = {"float32", "bfloat16", "packed int8", "packed int4", "restored int8", "restored int4"}
+    assert all(row["ms"].keys() == kinds and min(row["ms"].values()) > 0 for row in result["products"])
+    for row in result["cards"]:
+        half, mixed = row["forms"].values()
+        assert half["most"] < mixed["most"]
+        assert row["latency"] == mixed["one_s"] / half["one_s"] - 1 < -0.7
+
+
+@full
+def test_drafts_and_rounded_keys_of_a_trained_model(benchmark, tmp_path):
+    result = benchmark("generation/quantized.py", "--parts", "accepted", "keys", "--quick", "--folder", tmp_path)
+    assert {row["share"] > 0.5 for row in result["accepted"]["rows"]} == {True}
+    assert {row["same"] == row["samples"] for row in result["accepted"]["seconds"]} == {True}
+    assert [row["keys"] for row in result["keys"]] == ["16 bits", "int8", "int4"]

@@ -4,6 +4,7 @@ import fcntl
 import json
 import shutil
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,13 @@ from evenload.core.recipe.pretrained import folder_of
 from evenload.data.tokenizers import ByteTokenizer, open_tokenizer
 from evenload.plugins.rollout.dealer import ByLength
 from evenload.plugins.rollout.generate import mark_of, resolve_request
+from evenload.plugins.rollout.tables import table
 from evenload.runtime import files
 from evenload.runtime.generate.dealing import Dealing
 from evenload.runtime.generate.request import Completion, Generation, Request
 from evenload.training.checkpoint.manifest import Manifest
 from evenload.training.sampling.prompted import StopStrings
+from rich.console import Console
 
 RECIPE = """
 trainer: megatron
@@ -110,6 +113,20 @@ def test_two_generations_do_not_write_into_one_file(place, generate):
     assert {path.name for path in place.iterdir()} == {"r.yaml", "p.jsonl", "o.jsonl"}
 
 
+@pytest.mark.slow
+def test_samples_of_rounded_keys_are_named_so_wherever_they_are_told_of(place, generate):
+    done = generate("near.jsonl", 2, 1, "generate.keys=int4", "generate.drafts.by=quantized")
+    result = json.loads(done.stdout)
+    assert (result["approximate"], result["run"][:22]) == ("int4 keys", "approximate-int4-keys-")
+    assert {row["run"] for row in rows(place / "near.jsonl")} == {result["run"]}
+    assert "samples/s, approximate: int4 keys" in done.stderr
+    shown = Console(file=(out := StringIO()), width=120)
+    shown.print(table(result))
+    assert "approximate, not the model's own samples" in out.getvalue()
+    exact = generate("near.jsonl", 1, 1)
+    assert (exact.returncode, "holds something else than samples of this run" in exact.stderr) == (2, True)
+
+
 COSTS = """
 source: a test
 forward: {token_s: 1.0e-6}
@@ -166,6 +183,8 @@ def test_what_has_ended_tells_of_the_rest_also_of_samples_that_were_cut():
     assert sorted(map(list, again.ranks)) == [[0], [3]]
 
 
+QUANTIZED = {"generate.drafts.by": "quantized"}
+ZERO_3 = {"trainer": "deepspeed", "deepspeed.zero_stage": 3, "train.dtype": "fp32"}
 BAD = {
     "no end token": ({"generate.end_tokens": "null"}, '{"prompt": "a"}', "nothing says which token ends a sample"),
     "no prompts": ({}, "", "has no prompt"),
@@ -178,6 +197,9 @@ BAD = {
     "no folder": ({"out": "nowhere/o.jsonl"}, '{"prompt": "a"}', "--out cannot be written"),
     "chats without a template": ({}, '{"prompt": [{"role": "user", "content": "a"}]}', "chats need a chat template"),
     "no checkpoint": ({"checkpoint": Path("nowhere")}, '{"prompt": "a"}', "there is no checkpoint"),
+    "divided layers": ({**QUANTIZED, "parallel.tp": 2}, '{"prompt": "a"}', "does not draft where ranks divide layers"),
+    "divided weights": ({**QUANTIZED, **ZERO_3}, '{"prompt": "a"}', "does not draft where ranks divide weights"),
+    "tenants": ({**QUANTIZED, "plugins.lora.enabled": "true"}, '{"prompt": "a"}', "does not draft for tenants"),
 }
 
 
@@ -185,7 +207,7 @@ BAD = {
 def test_what_cannot_be_is_said_before_a_rank_starts(name, place):
     changes, prompts, text = BAD[name]
     (place / "p.jsonl").write_text(prompts)
-    words = [f"{key}={value}" for key, value in changes.items() if "." in key]
+    words = [f"{key}={value}" for key, value in changes.items() if "." in key or key == "trainer"]
     recipe = load_recipe(place / "r.yaml", words)
     out, number = place / changes.get("out", "o.jsonl"), changes.get("samples", 1)
     with pytest.raises(EvenloadError, match=text):
@@ -197,8 +219,9 @@ def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place):
         return mark_of(resolve_request(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o", samples))
 
     same = [run("generate.slots=9"), run("generate.cache_tokens=640"), run("parallel.tp=2"), run(samples=4)]
-    same.append(run("generate.drafts.by=texts"))
+    same += [run("generate.drafts.by=texts"), run("generate.drafts.by=quantized", "generate.drafts.weights=int4")]
     assert {*same} == {run()}
+    assert run("generate.keys=int4") == f"approximate-int4-keys-{run()}"
     words = ("train.seed=1", "generate.top_k=3", "model.num_layers=3", "generate.stop=[x]", "train.dtype=fp32")
     assert len({run(), *map(run, words)}) == 6
 

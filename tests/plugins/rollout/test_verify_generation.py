@@ -26,6 +26,7 @@ DEEPSPEED = ("trainer=deepspeed", "train.dtype=fp32")
 EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4")
 LORA = "plugins.lora.enabled=true"
 DRAFTS = "generate.drafts.by=texts"
+QUANTIZED = "generate.drafts.by=quantized"
 LAYOUTS = {
     "megatron tp 2": ("parallel.tp=2", "megatron.sequence_parallel=true"),
     "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
@@ -37,6 +38,13 @@ LAYOUTS = {
     "drafts, megatron tp 2, pp 2": (DRAFTS, "parallel.tp=2", "parallel.pp=2"),
     "drafts, zero 0": (DRAFTS, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=0"),
     "drafts, zero 3": (DRAFTS, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
+    "quantized, megatron dp 2": (QUANTIZED, "parallel.dp=2"),
+    "quantized, megatron pp 2": (QUANTIZED, "parallel.pp=2"),
+    "quantized to 4 bits, experts": (QUANTIZED, "generate.drafts.weights=int4", *EXPERTS, "model.hidden_size=128"),
+    "quantized, deepspeed pp 2": (QUANTIZED, *DEEPSPEED, "parallel.pp=2"),
+    "quantized, zero 0": (QUANTIZED, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=0"),
+    "quantized, zero 1": (QUANTIZED, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
+    "quantized, zero 2": (QUANTIZED, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=2"),
     "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
     "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
     "megatron dp 2, greedy": ("parallel.dp=2", "generate.temperature=0"),
@@ -100,7 +108,7 @@ def test_every_layout_generates_what_plain_generation_does(name, place, verbs):
     assert result["flips"] <= 2 * in_float32
     assert (result["prompts"], result["samples"]) == (6, 18)
     own, single, chunks, small, _, cut, *more = result["arrangements"]
-    if DRAFTS in words:
+    if {DRAFTS, QUANTIZED} & {*words}:
         drawn, wrong = more
         assert own["drafted"] > own["accepted"] > 0
         assert drawn["drafted"] > drawn["accepted"]
@@ -155,6 +163,8 @@ def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place):
     (place / "p.jsonl").write_text('{"prompt": "a", "tenant": "acme"}\n')
     assert [prompt.tenant for prompt in prompting(recipe, place / "p.jsonl").prompts or ()] == ["acme"]
     assert prompting(recipe, None).limit == 7
+    with pytest.raises(EvenloadError, match="rounded keys give samples of another model"):
+        prompting(recipe.changed({"generate.keys": "int8"}), None)
     recipe = recipe.changed({"generate.end_tokens": []})
     with pytest.raises(EvenloadError, match="the recipe has no tenants"):
         resolve_request(recipe, place / "p.jsonl", place / "o.jsonl", 1)

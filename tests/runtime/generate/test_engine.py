@@ -87,6 +87,21 @@ def test_every_slot_cap_and_chunk_gives_the_plain_tokens(name, changes):
     tiny.refuse_other(made(MODEL, REQUESTS, replace(HOW[name], **changes)), plain(name))
 
 
+@pytest.mark.parametrize("keys", ["int8", "int4"])
+def test_rounded_keys_give_the_same_samples_in_every_slot_cap_and_chunk(keys):
+    """Of another model, whose tokens no drafts change."""
+    how = replace(PLAIN, keys=keys)
+    want = made(MODEL, REQUESTS, replace(how, slots=1))
+    assert any(want[key].log_probs != one.log_probs for key, one in plain().items())
+    assert any(want[key].tokens != one.tokens for key, one in plain().items()) or keys == "int8"
+    for changes in CHANGES[1:4]:
+        tiny.refuse_other(made(MODEL, REQUESTS, replace(how, **changes)), want)
+    texts = {key: one.tokens for key, one in want.items()}
+    got, counts = drafted(Guessing(tiny.VOCABULARY, texts), REQUESTS, replace(how, **CHANGES[1]))
+    tiny.refuse_other(got, want)
+    assert counts.accepted > 0
+
+
 def test_every_order_split_and_resume_gives_the_plain_tokens():
     want = plain()
     tiny.refuse_other(made(MODEL, REQUESTS[::-1], replace(PLAIN, slots=4)), want)

@@ -1,6 +1,7 @@
 """A tiny attention model in float64, and what it says one by one: a whole forward for each token of each sample."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import Pack, build_pack
 from evenload.runtime.generate.engine import Decoder
 from evenload.runtime.generate.request import Completion, Generation, Request
-from torch import Tensor
+from torch import Tensor, nn
 
 VOCABULARY, HEADS, GROUPS, DIM = 24, 4, 2, 8
 
@@ -18,15 +19,21 @@ VOCABULARY, HEADS, GROUPS, DIM = 24, 4, 2, 8
 class Tiny:
     """Two layers of attention over embeddings of tokens and places."""
 
-    def __init__(self, seed: int = 0, **scores: Any) -> None:
-        draw = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int = 0, dim: int = DIM, **scores: Any) -> None:
+        draw, self.dim = torch.Generator().manual_seed(seed), dim
 
         def weight(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw, dtype=torch.float64) / shape[0] ** 0.5
 
-        width = HEADS * DIM
+        def linear(*shape: int) -> nn.Linear:
+            layer = nn.Linear(*shape, bias=False)
+            layer.weight = nn.Parameter(weight(*shape).t().contiguous(), requires_grad=False)
+            return layer
+
+        width = HEADS * dim
         self.embedding, self.places = 6 * weight(VOCABULARY, width), 6 * weight(256, width)
-        self.layers = [[weight(width, (HEADS + 2 * GROUPS) * DIM), weight(width, width)] for _ in range(2)]
+        self.layers = [[linear(width, (HEADS + 2 * GROUPS) * dim), linear(width, width)] for _ in range(2)]
+        self.linears = nn.ModuleList(chain(*self.layers))
         self.head = 4 * weight(width, VOCABULARY)
         self.scores = scores
         self.packs: list[Pack] = []
@@ -37,9 +44,9 @@ class Tiny:
             self.tables = pack.cached.cache.tables
         x_TC = self.embedded(pack)
         for number, (into, out) in enumerate(self.layers):
-            heads = (x_TC @ into).unflatten(1, (-1, DIM))
+            heads = into(x_TC).unflatten(1, (-1, self.dim))
             q, k, v = heads.split([HEADS, GROUPS, GROUPS], dim=1)
-            x_TC = torch.tanh(x_TC + packed_attention(q, k, v, pack, number, 0.5, **self.scores).flatten(1) @ out)
+            x_TC = torch.tanh(x_TC + out(packed_attention(q, k, v, pack, number, 0.5, **self.scores).flatten(1)))
         return (x_TC if slots_R is None else x_TC[slots_R]) @ self.head
 
     def embedded(self, pack: Pack) -> Tensor:

@@ -86,12 +86,12 @@ def figures(tmp_path, monkeypatch):
         run.dealers.append(dealer)
         return tuple(completion(one.number, sample) for one in requests for sample in one.samples)
 
-    def run(times=1, **more):
+    def run(times=1, keys=None, **more):
         config = ScoredSamples(
             **{"prompts": prompts, "samples": 4, "score": "told_rewards:told", "k": (1, 2, 3, 4)} | more
         )
         watchdog = SimpleNamespace(working=lambda *_: nullcontext(), at=lambda *_: None)
-        scores = SampleScores(recipe, "bytes", config)
+        scores = SampleScores(recipe.changed({"generate.keys": keys}), "bytes", config)
         return [scores.run(SimpleNamespace(generate=generated), watchdog, step) for step in range(times)][-1]
 
     run.settings, run.dealers = [], []
@@ -152,6 +152,7 @@ def test_the_identity_is_that_of_all_that_moves_a_figure(figures, tmp_path):
         return SampleScores(recipe, "bytes", ScoredSamples(**config)).identity
 
     assert identity(every=3) == identity() == identity("generate.drafts.by=texts")
+    assert identity("generate.keys=int8") == identity()
     assert identity(rescore=0.5) == identity(), "which a single scorer does not heed"
     lists = [{"score": LIST}, {"score": LIST, "rescore": 0.5}, {"score": LIST[1:]}]
     lists.append({"score": ({**LIST[0], "unsure": (0.25, 0.5)}, *LIST[1:])})
@@ -161,6 +162,12 @@ def test_the_identity_is_that_of_all_that_moves_a_figure(figures, tmp_path):
     prompts.write_text(json.dumps({"prompt": "x", "scores": {}}) + "\n")
     known.append(identity())
     assert len(set(known)) == len(known)
+
+
+def test_scores_are_those_of_keys_that_are_not_rounded(figures, caplog):
+    figures(keys="int8")
+    assert figures.settings[0].keys is None
+    assert caplog.text.count("generate.keys has no effect on them") == 1
 
 
 LIST = (
