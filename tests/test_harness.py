@@ -101,6 +101,7 @@ def test_groups_are_taken_again_and_no_two_at_a_time_are_one(world: World) -> No
 def refers(scale: float, token: int, weight: float) -> tuple[float, int]:
     """The loss of a reference, and how often it was computed."""
     import torch
+    from evenload.runtime.attention.labels import TargetWeights
     from harness.references import kept
 
     computed = []
@@ -122,7 +123,7 @@ def refers(scale: float, token: int, weight: float) -> tuple[float, int]:
     labels = SimpleNamespace(
         reference=None,
         of=lambda i: np.array([1, 2]),
-        weights=SimpleNamespace(sums=np.array([weight]), of=lambda i: np.array([weight])),
+        weights=TargetWeights(lambda i: np.array([weight]), np.array([weight])),
     )
     loss, gradients = kept(compute, recipe, host, lambda i: np.array([token, 2]), np.array([2]), labels)
     assert gradients["w"].tolist() == [1, 1]

@@ -62,10 +62,14 @@ class Fault(NamedTuple):
         return shorten(".".join(self.path)) or "the whole"
 
 
+UNSHOWN = "\0"
+"""Begins tags of alternatives, which are no part of a key."""
+
+
 def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
     """The first fault of a value that is no ``schema``."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    path = tuple(str(part) for part in fault["loc"] if str(part).strip())  # no blank tags
+    path = tuple(str(part) for part in fault["loc"] if not str(part).startswith(UNSHOWN))
     if fault["type"] == "model_type":  # a whole section
         keys = ", ".join(_fields(schema, path))
         fault["msg"] = f"leave {'.'.join(path)} out for what is so by default, or set keys below it: {keys}"
@@ -86,7 +90,7 @@ def refused(
     rest = f" (and {fault.more} more)" if fault.more else ""
     if fault.known is None:
         return EvenloadError(f"{fault.key} is not valid{rest}", fault.value, fault.says)
-    *above, last = fault.path
+    *above, last = fault.path or ("",)
     where = shorten(".".join(above)) or whole
     detail = shorten(f"{fault.key} = {fault.value}")
     ours = (elsewhere or {}).get(last)

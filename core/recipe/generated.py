@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 from ..errors import refuse_first
 from ..input import bounds
 from ..input.reading import file_name
-from ..input.validation import Frozen
+from ..input.validation import UNSHOWN, Frozen
 
 Band = tuple[float, float]
 """The least and the largest score that the next scorer decides."""
@@ -31,8 +31,9 @@ class CascadeScorer(Frozen):
     """From and to which score the next one decides."""
 
 
-_kind = Discriminator(lambda score: " " if isinstance(score, list | tuple) else "")  # tags that no message shows
-Score = Annotated[Annotated[FunctionName, Tag("")] | Annotated[tuple[CascadeScorer, ...], Tag(" ")], _kind]
+_ONE, _SEVERAL = f"{UNSHOWN}one", f"{UNSHOWN}several"
+_kind = Discriminator(lambda score: _SEVERAL if isinstance(score, list | tuple) else _ONE)
+Score = Annotated[Annotated[FunctionName, Tag(_ONE)] | Annotated[tuple[CascadeScorer, ...], Tag(_SEVERAL)], _kind]
 """One function, or scorers of which each decides the samples of which the one before is unsure."""
 Rescore = Annotated[float, Field(ge=0, le=1)]
 

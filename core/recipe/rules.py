@@ -296,12 +296,6 @@ def _rules_of_replicas(recipe: Any) -> list[Rule]:
             "leave them out, or write them into the replicas",
         ),
         (
-            any(one.zero_stage is not None for one in p.replicas) and recipe.trainer != "deepspeed",
-            "a replica says what DeepSpeed divides, and another trainer runs",
-            f"parallel.replicas zero_stage, trainer: {recipe.trainer}",
-            "leave zero_stage out, or set trainer=deepspeed",
-        ),
-        (
             not recipe.adapts,
             "parallel.replicas trains adapters of tenants, and the recipe trains a whole model",
             f"{len(p.replicas)} replicas, plugins.lora.enabled false",

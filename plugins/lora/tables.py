@@ -80,7 +80,8 @@ def trained(result: dict[str, Any]) -> list[ResultTable]:
     ]
     caption = "\n".join(f"{name} was left out: {why}" for name, why in result["refused"].items())
     about = ["busy: in passes, of each step the busiest rank; predicted: of whole steps, by the replica's plans"]
-    replicas = [_by_columns("replicas", _REPLICA, result["replicas"], about)] if result["replicas"] else []
+    several = result.get("replicas")
+    replicas = [_by_columns("replicas", _REPLICA, several, about)] if several else []
     return [*standing(result), *replicas, ResultTable("summary", ("", ""), rows, caption)]
 
 

@@ -74,9 +74,14 @@ def job_group() -> JobGroup | None:
     return _current
 
 
+def rank_in_job(rank: int) -> int:
+    """The rank in the job of one in this replica's world."""
+    return sum(_current.sizes[: _current.place.replica]) + rank if _current else rank
+
+
 def own_rank() -> int:
     """The rank of this process in the job."""
-    return _current.rank if _current else dist.get_rank() if dist.is_initialized() else 0
+    return rank_in_job(dist.get_rank() if dist.is_initialized() else 0)
 
 
 def named(rank: int) -> str:

@@ -36,7 +36,7 @@ class Machine:
     ran: list[str] = field(default_factory=list)
     weighed: list[str] = field(default_factory=list)
 
-    def train_step(self, plan, tokens_of, *, lr, labels, mark, record=False):
+    def train_step(self, plan, tokens_of, *, lr, labels, mark, record=False, company=None):
         assert labels is None
         expected = simulate(plan, self.chain.context, record=record)
         (self.ran if record else self.weighed).append(plan.made_by)

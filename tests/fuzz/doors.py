@@ -23,6 +23,7 @@ from evenload.plugins.lora import members as tenants
 from evenload.plugins.lora.arrivals.folder import Folder
 from evenload.plugins.lora.arrivals.job import TenantSamples
 from evenload.plugins.lora.records.output import Output
+from evenload.plugins.lora.replicas import Replicas
 from evenload.plugins.lora.state.drawing import labels_in
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
@@ -65,9 +66,11 @@ def admit() -> dict[str, str]:
     sites = tuple(Site(module, (place,)) for module, place in zip(layers, places, strict=True))
     block = AdaptedBlock(nn.Sequential(*layers), lambda *_: None, sites)  # type: ignore[arg-type, return-value]
     adapters = Adapters([block], NAMES, AdapterPeers(), torch.float32, torch.device("cpu"))
+    chain = PlanChain.of_recipe(recipe, recipe.layout())
     job: Any = SimpleNamespace(
         recipe=recipe,
-        chain=PlanChain.of_recipe(recipe, recipe.layout()),
+        chain=chain,
+        replicas=Replicas([chain]),
         is_rank0=True,
         host=SimpleNamespace(adapters=adapters, dp_cp_rank=0),
         samples=TenantSamples(),

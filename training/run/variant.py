@@ -20,7 +20,7 @@ from ...core.planning.notes import warn_of_no_trees
 from ...core.planning.planner import Planned
 from ...core.recipe.sizes import shape_of
 from ...data.mixed import MixedSource
-from ...runtime.world.replicas import named, own_rank
+from ...runtime.world.replicas import named, rank_in_job
 from ..drawing import num_waiting
 from ..early_end import EarlyEnd
 from ..job import Job, VerbJob
@@ -129,7 +129,7 @@ def as_rank_error(job: VerbJob, *, begun: bool) -> Iterator[None]:
     except EvenloadError as error:
         if isinstance(error, RankError) or not begun:
             raise
-        raise RankError(f"rank {named(own_rank())}: {error.what}", error.found, error.do) from error
+        raise RankError(f"rank {named(rank_in_job(job.world.rank))}: {error.what}", error.found, error.do) from error
 
 
 def run_step(job: Job, planned: Planned, step: int, ending: EarlyEnd, *, record: bool) -> MeasuredStep:

@@ -47,6 +47,13 @@ def traits_of(dtype: str, section: Megatron, *, divides_tokens: bool) -> Trainer
     )
 
 
+def rules(recipe: Recipe) -> list[Rule]:
+    """What is said of another trainer."""
+    divided = [one for one in recipe.parallel.replicas or () if one.zero_stage is not None]
+    what, do = "a replica says what DeepSpeed divides, and Megatron-Core runs", "leave zero_stage out of the replicas"
+    return [(bool(divided), what, f"parallel.replicas, zero_stage of {len(divided)} of them", do)]
+
+
 def run_rules(recipe: Recipe) -> list[Rule]:
     """What can be planned and not run: what Megatron-Core's MoE layers do not do, or not with the packs of a plan."""
     return [*_rules_of_sequence_parallelism(recipe), *(_rules_of_experts(recipe) if recipe.model.moe else [])]
@@ -160,6 +167,7 @@ def flags(recipe: Recipe) -> tuple[str, ...]:
 
 MEGATRON = Trainer(
     traits,
+    rules=rules,
     run_rules=run_rules,
     packages=("megatron-core",),
     beside=("transformers", "tensorboard"),

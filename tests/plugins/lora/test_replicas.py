@@ -1,8 +1,12 @@
 """Replicas of unlike shapes train the adapters that one shape trains, and agree to the bit."""
 
+import ast
 import copy
 import json
+from collections import Counter
+from pathlib import Path
 
+import evenload
 import numpy as np
 import pytest
 from evenload.api import load_plugins
@@ -16,6 +20,7 @@ from harness.cases import only_full
 from safetensors.torch import load_file
 
 load_plugins()
+ROOT = Path(evenload.__file__).parent
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +103,7 @@ loop.TenantLoop._train = breaks
 REFUSED = {
     "no replica": ([], "names no replica"),
     "a pipeline that does not fit": ([{"dp": 1}, {"pp": 3}], r"replica 1: parallel\.pp does not divide"),
-    "a stage of ZeRO on Megatron": ([{"dp": 1}, {"zero_stage": 3}], "another trainer runs"),
+    "a stage of ZeRO on Megatron": ([{"dp": 1}, {"zero_stage": 3}], "and Megatron-Core runs"),
 }
 
 
@@ -149,3 +154,14 @@ def chain_of(max_tokens):
     packing = {"enabled": True, "max_tokens": max_tokens, "slices": "off"}
     recipe = parse({"model": {"vocab_size": 256}, "plugins": {"packing": packing, "lora": {"enabled": True}}})
     return PlanChain.of_recipe(recipe, recipe.layout(1))
+
+
+def test_ranks_of_a_job_of_tenants_ask_the_whole_job_but_where_a_replica_proves_by_itself():
+    asks = {"everyone", "from_first", "all_or_none", "agree"}
+    within = Counter()
+    for path in (ROOT / "plugins" / "lora").rglob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in asks:
+                of_job = any(isinstance(one, ast.Constant) and one.value == "job" for one in call.args)
+                within[path.name] += not of_job
+    assert +within == {"proof_steps.py": 2}, "each replica compares its own copy of plain training"
