@@ -24,7 +24,7 @@ from ..errors import EvenloadError
 from .replicas import Dealt, deal, prices_of
 
 _MOST_SHAPES = 3
-_AS_FAST = 0.005
+AS_FAST = 0.005
 """One shape for all replicas is taken where unlike ones save no more than this share of the step."""
 
 
@@ -93,7 +93,7 @@ def deploy(kinds: Sequence[ReplicaKind], cards: Sequence[int], gap: float = 0.00
         best = min(dealings, key=lambda at: dealings[at].step_s, default=None)
     assert best is not None
     floor_s = min(float(floors.min()), dealings[best].step_s)
-    if one is not None and dealings[one].step_s <= dealings[best].step_s * (1 + _AS_FAST):
+    if one is not None and dealings[one].step_s <= dealings[best].step_s * (1 + AS_FAST):
         best = one
     of_one = None if one is None else (counts[one], dealings[one])
     return Deployment(counts[best], dealings[best], of_one, floor_s)

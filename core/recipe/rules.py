@@ -286,13 +286,13 @@ def _rules_of_replicas(recipe: Any) -> list[Rule]:
     if p.replicas is None:
         return []
     said = {key: getattr(p, key) for key in type(p).model_fields if key != "replicas"}
-    beside = [f"parallel.{key} {value}" for key, value in said.items() if value != getattr(Parallel(), key)]
+    more = [f"parallel.{key} {value}" for key, value in said.items() if value != getattr(Parallel(), key)]
     return [
         (not p.replicas, "parallel.replicas names no replica", "an empty list", "name at least one, such as {tp: 2}"),
         (
-            bool(beside),
-            "parallel.replicas says the degrees of each replica, and others stand beside it",
-            ", ".join(beside),
+            bool(more),
+            "parallel.replicas gives the degrees of each replica, and parallel gives others",
+            ", ".join(more),
             "leave them out, or write them into the replicas",
         ),
         (

@@ -11,16 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ...core.balance.deployment import ReplicaKind, deploy
+from ...core.balance.deployment import AS_FAST, ReplicaKind, deploy
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
 from ...core.planning.chain import PlanChain
 from ...core.planning.replicas import ReplicaCost
 from ...core.recipe.recipe import Recipe
 from .space import Known
-
-AS_FAST = 0.995
-"""Unlike shapes have to end earlier than this share of one shape's step."""
 
 
 def deployed(
@@ -43,7 +40,7 @@ def deployed(
         "replicas": [{**own, "dp": count} for (own, _), count in zip(shapes, counts, strict=True) if count],
         "step_s": step_s,
         "one_shape_s": one_shape_s,
-        "faster": step_s < AS_FAST * one_shape_s,
+        "faster": step_s * (1 + AS_FAST) < one_shape_s,
         "floor_s": deployment.floor_s,
     }
 
@@ -51,13 +48,12 @@ def deployed(
 def _shapes(
     recipe: Recipe, num_ranks: int, lengths: Lengths, known: Known
 ) -> Iterator[tuple[dict[str, Any], ReplicaKind]]:
-    """Every shape of a replica of at most so many ranks that can run, and what sequences take on it."""
-    longest = int(lengths.max())
-    for tp in range(1, num_ranks + 1):
-        for pp in range(1, num_ranks // tp + 1):
-            layers = {"layers": "auto"} if recipe.model.num_layers % pp else {}
-            with suppress(EvenloadError):
-                own = recipe.changed({"parallel": {"tp": tp, "pp": pp, "dp": 1, **layers}})
-                cost = ReplicaCost.of_chain(known(own, PlanChain.of_recipe(own, own.layout(tp * pp))), longest)
-                kind = ReplicaKind(f"tp{tp} pp{pp}", tp * pp, cost.seconds(np.asarray(lengths)), cost.fixed_s)
-                yield {"tp": tp, "pp": pp, **layers}, kind
+    """Every shape of a replica that can run and is on the axes of a search, and what sequences take on it."""
+    degrees, longest = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0], int(lengths.max())
+    for tp, pp in ((tp, pp) for tp in degrees for pp in degrees if num_ranks % (tp * pp) == 0):
+        layers = {"layers": "auto"} if recipe.model.num_layers % pp else {}
+        with suppress(EvenloadError):
+            own = recipe.changed({"parallel": {"tp": tp, "pp": pp, "dp": 1, **layers}})
+            cost = ReplicaCost.of_chain(known(own, PlanChain.of_recipe(own, own.layout(tp * pp))), longest)
+            kind = ReplicaKind(f"tp{tp} pp{pp}", tp * pp, cost.seconds(np.asarray(lengths)), cost.fixed_s)
+            yield {"tp": tp, "pp": pp, **layers}, kind

@@ -106,6 +106,8 @@ _OF_TENANTS = {
 
 def say_without_effect(recipe: Recipe) -> None:
     """Warn of settings that tenants have in their own files, or that their loop does not know."""
+    if len(recipe.ranks_of_replicas) == 1:
+        logger.warning("parallel.replicas names one replica: the same as its degrees in parallel itself")
     idle = [f"data.{key}" for key in recipe.data.model_fields_set]
     for section, names in _OF_TENANTS.items():
         chosen = getattr(recipe, section)

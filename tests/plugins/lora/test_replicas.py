@@ -14,6 +14,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
+from evenload.plugins.lora.arrivals.preflight import say_without_effect
 from evenload.plugins.lora.replicas import Replicas
 from evenload.training.adapting import adapter_training
 from harness.cases import only_full
@@ -114,13 +115,16 @@ def test_replicas_that_cannot_be_are_refused_before_a_rank_starts(name):
         parse(LORA | {"parallel": {"replicas": replicas}})
 
 
-def test_replicas_go_with_tenants_alone_and_with_no_degrees_beside_them():
+def test_replicas_go_with_tenants_alone_and_with_no_other_degrees(caplog):
     parallel = {"replicas": [{"dp": 1}, {"tp": 2}]}
     with pytest.raises(EvenloadError, match="trains adapters of tenants, and the recipe trains a whole model"):
         parse({"parallel": parallel})
-    with pytest.raises(EvenloadError, match="others stand beside it"):
+    with pytest.raises(EvenloadError, match="parallel gives others"):
         parse(LORA | {"parallel": {**parallel, "dp": 2}})
     recipe = parse(LORA | {"parallel": parallel})
+    say_without_effect(recipe)
+    say_without_effect(parse(LORA | {"parallel": {"replicas": [{"tp": 2}]}}))
+    assert caplog.text.count("parallel.replicas names one replica") == 1
     assert recipe.ranks_of_replicas == (1, 2)
     assert recipe.min_world_size == 3
     with pytest.raises(EvenloadError, match="run replicas"):
