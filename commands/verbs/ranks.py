@@ -24,10 +24,16 @@ def train(
     trace: Annotated[Path | None, Option("--trace", help="Write a Chrome trace, measured and predicted.")] = None,
     plot: Annotated[Path | None, Option("--plot", help="With --against: write a picture (PNG).")] = None,
     report: Annotated[Path | None, Option("--report", help="With --against: write a page to read (HTML).")] = None,
+    elastic: Annotated[bool, Option("--elastic", help="Replicas may be lost: others go on, it is restarted.")] = False,
+    replica: Annotated[
+        str | None, Option("--replica", metavar="N", help="Start this one of parallel.replicas, which joins others.")
+    ] = None,
+    meet: Annotated[str, Option("--meet", metavar="HOST:PORT", help="Where replicas of other machines meet.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train the same batches in turn, each its own model."""
     from ...training.files import refuse_pictures
+    from ...training.launching.elastic import Elastic
 
     baselines = names(against)
     if (plot or report) and not baselines:
@@ -36,7 +42,10 @@ def train(
     pictures = {"plot": plot, "report": report}
     refuse_pictures(**pictures)
     chosen = load(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
-    run_ranks(TRAIN, chosen, nproc, as_json, against=baselines, pictures=pictures)
+    number = None if replica is None else number_of_word(replica, "--replica", RANKS, least=0)
+    comes_and_goes = elastic or replica is not None or bool(meet)
+    asked = Elastic(elastic, number, meet) if comes_and_goes else None
+    run_ranks(TRAIN, chosen, nproc, as_json, elastic=asked, against=baselines, pictures=pictures)
 
 
 def verify(

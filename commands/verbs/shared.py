@@ -17,6 +17,7 @@ from ...core.input.bounds import LOCAL_RANKS, number_of_word
 
 if TYPE_CHECKING:
     from ...core.recipe.recipe import Recipe
+    from ...training.launching.replica_choice import Elastic
     from ...training.verbs import RankWork
 
 RecipePath = Annotated[Path, Argument(metavar="RECIPE", help="YAML file, or a name of `evenload recipes`.")]
@@ -69,6 +70,7 @@ def run_ranks(
     nproc: str | None,
     as_json: bool,
     table: Callable[[Any], Any] | None = None,
+    elastic: Elastic | None = None,
     **arguments: Any,
 ) -> None:
     """Do a verb's work if this is a rank; else start the ranks, and `show` rank 0's result."""
@@ -81,7 +83,7 @@ def run_ranks(
     adopt(os.environ)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     with stdout_aside() if is_rank() else nullcontext(), progress_shown() as progress:
-        result = on_ranks(work, recipe, sys.argv[1:], num_ranks, progress, **arguments)
+        result = on_ranks(work, recipe, sys.argv[1:], num_ranks, progress, elastic, **arguments)
     if result is not None:
         show(work.verb, result, as_json, table)
         if result.get("exact") is False:

@@ -89,24 +89,24 @@ AmountOrNone = Annotated[float, Field(ge=0, le=AMOUNT)]
 _DIGITS = re.compile(r"[+-]?[0-9]{1,30}")
 
 
-def whole_number(value: Any, name: str, most: int, *, do: str = "give one") -> int:
-    """``value`` if it is an integer from 1 to ``most``, of Python, numpy or torch.
+def whole_number(value: Any, name: str, most: int, *, least: int = 1, do: str = "give one") -> int:
+    """``value`` if it is an integer from ``least`` to ``most``, of Python, numpy or torch.
 
     Raises EvenloadError, naming ``name``, for anything else, floats, booleans and texts among it.
     """
     try:
-        number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+        number = least - 1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     except TypeError:
-        number = 0
-    if not 1 <= number <= most:
-        raise EvenloadError(f"{name} is not an integer from 1 to {most}", shown(value), do)
+        number = least - 1
+    if not least <= number <= most:
+        raise EvenloadError(f"{name} is not an integer from {least} to {most}", shown(value), do)
     return number
 
 
-def number_of_word(word: str, name: str, most: int) -> int:
-    """The integer from 1 to ``most`` that a word of the command line is. Raises EvenloadError."""
+def number_of_word(word: str, name: str, most: int, *, least: int = 1) -> int:
+    """The integer from ``least`` to ``most`` that a word of the command line is. Raises EvenloadError."""
     # Python itself also reads 1_000, and the digits of every script.
-    return whole_number(int(word) if _DIGITS.fullmatch(word.strip()) else word, name, most)
+    return whole_number(int(word) if _DIGITS.fullmatch(word.strip()) else word, name, most, least=least)
 
 
 def lengths_of_batch(values: Any) -> npt.NDArray[np.int64]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import EvenloadError
 
@@ -26,9 +27,46 @@ def place_in(sizes: Sequence[int], rank: int) -> PlaceInJob:
     return PlaceInJob(replica, rank - (ends[replica] - sizes[replica]), sizes[replica])
 
 
-def named_rank(sizes: Sequence[int], rank: int) -> str:
-    """A rank of the job as messages name it, with its replica where there are several."""
-    return f"{rank} (replica {place_in(sizes, rank).replica})" if len(sizes) > 1 and rank >= 0 else str(rank)
+def named_rank(sizes: Sequence[int], rank: int, numbers: Sequence[int] = ()) -> str:
+    """A rank of the job as messages name it, with its replica where there are several; ``numbers``: of the replicas,
+    where they are not counted from 0."""
+    if len(sizes) < 2 or rank < 0:
+        return str(rank)
+    replica = place_in(sizes, rank).replica
+    return f"{rank} (replica {numbers[replica] if numbers else replica})"
+
+
+class Member(NamedTuple):
+    """A replica that takes part in a job whose replicas come and go."""
+
+    number: int
+    """In the recipe's ``parallel.replicas``."""
+    life: int
+    """How often a replica of this number has been started: what is lost does not come back under its name."""
+    ranks: int
+    shape: dict[str, Any]
+    """Of `core.recipe.sections.Replica`, ready for JSON."""
+
+
+class Roster(NamedTuple):
+    """Who takes part from now on."""
+
+    number: int
+    """Rosters are counted from 1."""
+    members: tuple[Member, ...]
+    """By their numbers."""
+
+    def encode(self) -> str:
+        return json.dumps([self.number, self.members])
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> Roster:
+        number, members = json.loads(text)
+        return cls(number, tuple(Member(*one) for one in members))
+
+    def place_of(self, number: int, life: int) -> int | None:
+        """The place of a replica among those that take part; None: it does not."""
+        return next((place for place, one in enumerate(self.members) if one[:2] == (number, life)), None)
 
 
 def refuse_other_size(sizes: Sequence[int], size: int) -> None:

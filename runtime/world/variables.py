@@ -15,6 +15,9 @@ from ...core.input.bounds import RANKS
 
 RESULT = "EVENLOAD_RESULT"
 """Names the file for rank 0's result; unset under torchrun, where rank 0 prints it."""
+MEETING_PLACE, REPLICA, LIFE = "EVENLOAD_MEET", "EVENLOAD_REPLICA", "EVENLOAD_LIFE"
+"""Name the store of replicas that come and go, HOST:PORT, which of them this rank is of, and how often that was
+started: what --elastic, --meet and --replica set."""
 _DO = "start the ranks with torchrun, or unset RANK and WORLD_SIZE to run alone"
 _NAMED_S = 3.0
 """The name of a machine that has just started may take a moment to be known."""

@@ -16,7 +16,7 @@ from ...core.input.bounds import RANKS
 from ...core.machine.replicas import refuse_other_size
 from ..watchdog.meeting import meet
 from .agreement import everyone
-from .replicas import job_group, join
+from .replicas import job_group, join, lead, leads
 from .variables import integer, job_variables
 
 
@@ -35,7 +35,7 @@ class World:
     @property
     def leads(self) -> bool:
         """Whether this is the rank that speaks and writes for the whole job."""
-        return self.rank == self.replica == 0
+        return leads(self.rank)
 
 
 def init_world(timeout_s: float = 1800.0, gone_s: float = 30.0, replicas: Sequence[int] = ()) -> World:
@@ -54,6 +54,7 @@ def init_world(timeout_s: float = 1800.0, gone_s: float = 30.0, replicas: Sequen
             not fill the job.
         RankError: rank 0 cannot be reached.
     """
+    lead(None)
     cuda = torch.cuda.is_available()
     if cuda:
         device = torch.device("cuda", integer("LOCAL_RANK", 0, 0, RANKS) % torch.cuda.device_count())

@@ -38,9 +38,10 @@ from ..early_end import AT_ONCE_S, BEGAN, BEGAN_S, SIGNALS
 from ..preflight import preflight
 from ..progress import PROGRESS_SOCKET, Progress, inherited_progress, pass_on_progress, progress_sockets, silent
 from ..verbs import TRAIN, VERIFY, RankWork
+from .replica_choice import Elastic
 from .verdict import Rank, RankWatch, Verdict
 
-_LOOK_S = 0.1
+LOOK_S = 0.1
 _REAP_S = 5.0
 """How long a killed rank may take to be gone."""
 _MEMORY = Path("/dev/shm")
@@ -56,12 +57,18 @@ def is_rank() -> bool:
 
 
 def on_ranks(
-    work: RankWork, recipe: Recipe, words: Sequence[str], num_ranks: int | None, progress: Progress, **arguments: Any
+    work: RankWork,
+    recipe: Recipe,
+    words: Sequence[str],
+    num_ranks: int | None,
+    progress: Progress,
+    elastic: Elastic | None = None,
+    **arguments: Any,
 ) -> dict[str, Any] | None:
     """What the verb gives on rank 0; None on other ranks, and where the launcher takes it.
 
-    ``words``: the command line by which local ranks do the same. Raises EvenloadError, and SystemExit where ranks that
-    this has started have said themselves what is wrong.
+    ``words``: the command line by which local ranks do the same. ``elastic``: replicas come and go. Raises
+    EvenloadError, and SystemExit where ranks that this has started have said themselves what is wrong.
     """
     if work is TRAIN and recipe.train.export is not None:
         refuse_taken(recipe.train.export)
@@ -69,11 +76,20 @@ def on_ranks(
         resolve_name(work.refuse)(recipe, **arguments)
     if is_rank():
         job_variables()  # before anything is loaded that takes long
+        if elastic:
+            elastic.name(os.environ, recipe)
         if RESULT in os.environ:  # `launch` started this rank, which ends when the launcher does, however that ends
             die_with_parent()
         progress = inherited_progress() or (progress if os.environ["RANK"].strip() == "0" else silent)
         return resolve_name(work.function)(recipe, progress=progress, **arguments)  # type: ignore[no-any-return]
-    size = _checked(work, recipe, num_ranks, arguments.get("against", ()))
+    against = arguments.get("against", ())
+    if elastic:
+        elastic.refuse(recipe, num_ranks, against)
+    size = _checked(work, recipe, num_ranks, against)
+    if elastic:
+        from .elastic import launch_replicas  # and torch, whose store it holds
+
+        return launch_replicas(words, recipe, elastic, progress)
     if size > LOCAL_RANKS:
         do = f"start them with torchrun -m evenload {work.verb} on several machines"
         raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
@@ -108,7 +124,7 @@ def launch(
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     ranks: list[subprocess.Popen[bytes]] = []
     with (
-        _terminable(ranks) as passed_on,
+        terminable(ranks) as passed_on,
         tempfile.TemporaryDirectory(prefix="evenload-") as folder,
         tempfile.TemporaryDirectory(prefix="evenload-", dir=memory) as places,
     ):
@@ -117,7 +133,7 @@ def launch(
         own_end, other_end = progress_sockets()
         with bound() as store, other_end:
             of_first = {STORE_SOCKET: store, PROGRESS_SOCKET: other_end}
-            ranks += [_start(arguments, rank, num_ranks, shared, of_first) for rank in range(num_ranks)]
+            ranks += [start_rank(arguments, rank, num_ranks, shared, of_first, num_ranks) for rank in range(num_ranks)]
         try:
             look = partial(pass_on_progress, own_end, progress)
             verdict = _wait(
@@ -142,7 +158,7 @@ def launch(
 
 
 @contextmanager
-def _terminable(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+def terminable(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """A job that is told to end (a scheduler's signal, a terminal that closes) ends its ranks and leaves no file.
 
     Gives the signals that were passed on: the ranks end as `early_end` says. A second one, or a terminal that
@@ -177,11 +193,17 @@ def _terminable(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]
             signal.signal(number, signal.SIG_DFL)
 
 
-def _start(
-    arguments: Sequence[str], rank: int, num_ranks: int, shared: dict[str, str], of_first: dict[str, socket.socket]
+def start_rank(
+    arguments: Sequence[str],
+    rank: int,
+    num_ranks: int,
+    shared: dict[str, str],
+    of_first: dict[str, socket.socket],
+    num_here: int,
 ) -> subprocess.Popen[bytes]:
+    """One rank of a world on this machine, which runs ``num_here`` in all."""
     passed = {name: one.fileno() for name, one in of_first.items()} if rank == 0 else {}
-    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    threads = str(max(1, (os.cpu_count() or 1) // num_here))
     environment = {
         "OMP_NUM_THREADS": threads,
         "GLOO_SOCKET_IFNAME": "lo",
@@ -205,10 +227,10 @@ def _wait(
     look: Callable[[], object],
     names: Sequence[str],
 ) -> Verdict:
-    watch = RankWatch(safety, _LOOK_S)
+    watch = RankWatch(safety, LOOK_S)
     while True:
-        time.sleep(_LOOK_S)
-        seen = [Rank(one.poll(), _is_stopped(one), "", name) for one, name in zip(ranks, names, strict=True)]
+        time.sleep(LOOK_S)
+        seen = [Rank(one.poll(), is_stopped(one), "", name) for one, name in zip(ranks, names, strict=True)]
         if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
             seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]
         look()  # after that: what a rank has sent before it ended is there
@@ -217,7 +239,7 @@ def _wait(
             return verdict
 
 
-def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
+def is_stopped(rank: subprocess.Popen[bytes]) -> bool:
     """Whether a signal or a debugger keeps a running process from moving (Linux: /proc; elsewhere never)."""
     if rank.returncode is not None:
         return False

@@ -67,7 +67,7 @@ class RankWatch:
             return max(said) if over else None
         if any(codes):
             over = self._waits("killed", True) > SAY_S or not living
-            return _killed(ranks) if over else None
+            return killed(ranks) if over else None
         some_stopped = any(rank.stopped for rank in living) and not all(rank.stopped for rank in ranks)
         if self._waits("stopped", some_stopped) > self._safety.gone_s + MISS_S:
             return _stopped(ranks)
@@ -80,16 +80,18 @@ class RankWatch:
         return self._waited_s[what]
 
 
-def _killed(ranks: Sequence[Rank]) -> RankError:
+def killed(ranks: Sequence[Rank], num_ranks: int | None = None) -> RankError:
+    """What a launcher says where signals have ended ranks that said nothing; ``num_ranks``: of the job, where it has
+    more than these."""
+    size = num_ranks or len(ranks)
     killed = {_name(i, rank): rank for i, rank in enumerate(ranks) if rank.code is not None and rank.code < 0}
     if any(rank.code != -signal.SIGABRT for rank in killed.values()):  # NCCL aborts those whose peer is gone
         killed = {i: rank for i, rank in killed.items() if rank.code != -signal.SIGABRT}
     ends = [f"killed by {signal.Signals(-(rank.code or 0)).name} {_place(rank)}" for rank in killed.values()]
     do = "look for the out-of-memory killer in the kernel log, and at the end of that rank's output"
     if len(killed) == 1:
-        return RankError(f"rank {next(iter(killed))} of {len(ranks)} is gone: {ends[0]}", _others(ranks), do)
-    all_of_them = len(killed) == len(ranks)
-    what = "every rank was killed" if all_of_them else f"{len(killed)} of {len(ranks)} ranks are gone"
+        return RankError(f"rank {next(iter(killed))} of {size} is gone: {ends[0]}", _others(ranks), do)
+    what = "every rank was killed" if len(killed) == size else f"{len(killed)} of {size} ranks are gone"
     return RankError(what, _listed(zip(killed, ends, strict=True)), do)
 
 
