@@ -11,7 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ from ..runtime.world.variables import RESULT
 from ..runtime.world.world import World, close_world, init_world
 from .drawing import Domains, Drawing, drawing_of
 from .hosts import integration
-from .preflight import preflight
+from .preflight import preflights
+from .replicas import Replicas, company_of, whole_of, without_targets
 
 logger = logging.getLogger("evenload")
 
@@ -59,6 +60,8 @@ class VerbJob(ABC):
     host: Host
     chain: PlanChain
     watchdog: Watchdog
+    replicas: Replicas = field(default_factory=lambda: Replicas(()), kw_only=True)
+    """Of the job, each with planners of its own."""
 
     @property
     def has_experts(self) -> bool:
@@ -107,7 +110,8 @@ class VerbJob(ABC):
         asked = any(map(self.recipe.data_policy, KINDS))
         learns = config.refit or chain.layers.need_loads or asked
         turns, steps_ahead = None, 1
-        if config.background and not learns and not self.recipe.adapts:
+        # All replicas draw at once, one batch ahead: what is dealt is what all of them know.
+        if config.background and not learns and not self.recipe.adapts and len(self.replicas.chains) <= 1:
             turns = open_board() if chain.staged else None
             steps_ahead = config.steps_ahead or min(MOST_AHEAD, turns.size if turns else 2)
         if turns:  # who does not plan a step itself would not notice another recipe
@@ -130,7 +134,7 @@ class VerbJob(ABC):
 
     def company_of(self, draw: Draw) -> Company | None:
         """What all replicas train in the step of a draw that is one's part; None: it is all there is."""
-        return None
+        return company_of(draw, self.labels_of(whole_of(draw))) if draw.part else None
 
     @abstractmethod
     def tokens_of(self, draw: Draw) -> TokensOf:
@@ -158,8 +162,9 @@ class Job(VerbJob):
 
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
-        drawing = drawing_of(self.recipe, self.source, self.chain, state)
-        if drawing.num_ranks not in (None, self.chain.limits.num_ranks):
+        chain = next(iter(self.replicas.chains), self.chain)  # by it all replicas hold back the same samples
+        drawing = drawing_of(self.recipe, self.source, chain, state)
+        if drawing.num_ranks not in (None, chain.limits.num_ranks):
             logger.info("outliers are held back as for the %d ranks that the run began with", drawing.num_ranks)
         return drawing
 
@@ -182,10 +187,16 @@ class Job(VerbJob):
             if kind != "mix" and self.recipe.data_policy(kind):
                 logger.warning("the %s policy has no effect in %s: train alone scores samples", kind, verb)
 
+    def dealt(self, drawing: Callable[[], Draw]) -> Callable[[], Draw]:
+        """Gives what this replica trains of each batch."""
+        return lambda: self.replicas.part_of(drawing())
+
     def tokens_of(self, draw: Draw) -> TokensOf:
         return lambda index: self.source.tokens(int(draw.samples[index]))
 
     def labels_of(self, draw: Draw) -> Labels | None:
+        if draw.part and not draw.part.counts:
+            return without_targets(draw)
         labels, reference = labels_of(draw, lambda index: self.source), self.reference
         if reference is None:
             return labels
@@ -249,23 +260,32 @@ def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
 
 
 @contextmanager
-def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[Job]:
-    """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
+def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog, *, deals: bool = False) -> Iterator[Job]:
+    """Open the trainer on the ranks of a world; another one may follow when it is closed. ``deals``: whoever works with
+    it lets replicas have their parts (`Job.dealt`); else they are refused. Collective."""
+    if not deals:
+        recipe.refuse_replicas()
     with watchdog.working("opening the data"):
-        ready = preflight(recipe, world.size)
+        every = preflights(recipe, world.size)
+        ready = every[world.replica]
         for source in filter(None, (ready.source, ready.held_out)):  # plans agree where lengths do
-            agree(hashlib.blake2b(source.fingerprint.encode(), digest_size=16).digest(), f"samples of {source.name}", 0)
+            digest = hashlib.blake2b(source.fingerprint.encode(), digest_size=16).digest()
+            agree(digest, f"samples of {source.name}", 0, "job")
+        replicas = Replicas([one.chain for one in every], world.replica)
+        if len(every) > 1:
+            replicas.prepare(int(ready.source.lengths.max()))
     with host_until_end(ready.recipe, world, watchdog) as host:
-        yield Job(ready.recipe, world, host, ready.chain, watchdog, ready.source, ready.held_out)
+        yield Job(ready.recipe, world, host, ready.chain, watchdog, ready.source, ready.held_out, replicas=replicas)
 
 
 def run_rank(
-    recipe: Recipe, work: Callable[[Job], dict[str, Any]], writes: Path | None = None
+    recipe: Recipe, work: Callable[[Job], dict[str, Any]], writes: Path | None = None, *, deals: bool = False
 ) -> dict[str, Any] | None:
-    """Do a verb's work with a trainer on this rank, which alone ``writes`` into a folder; see `in_world`."""
+    """Do a verb's work with a trainer on this rank, which alone ``writes`` into a folder; see `in_world` and, for
+    ``deals``, `open_trainer`."""
 
     def with_trainer(world: World, watchdog: Watchdog) -> dict[str, Any]:
-        with folder_lock(writes), open_trainer(recipe, world, watchdog) as job:
+        with folder_lock(writes), open_trainer(recipe, world, watchdog, deals=deals) as job:
             return work(job)
 
     return in_world(recipe, with_trainer)

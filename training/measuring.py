@@ -28,6 +28,7 @@ from .expert_loads import metrics_of
 from .job import VerbJob
 from .metrics import MeasuredStep
 from .pipelines import Place
+from .replicas import of_all_replicas
 from .stragglers import OwnTime
 
 OURS = "evenload"
@@ -83,13 +84,16 @@ def measure_step(
     rows = job.gather(
         step_s, planned.plan_s, planned.waited_s, stop_code, result.busy_s, result.forward_s, own.data_s, host_s
     )
-    slowest_s, plan_s, wait_s, stop_code = rows[:, :4].max(axis=0).tolist()
+    own_s, plan_s, wait_s, heard = rows[:, :4].max(axis=0).tolist()
+    replicas, slowest_s, heard = of_all_replicas(planned, step, float(rows[:, 4].max()), own_s, heard)
     seconds = job.of_stages(rows[:, 4:6])
-    own_s = rows[:, [4, 6, 7]]
+    of_ranks_s = rows[:, [4, 6, 7]]
     spans = gather_spans(result.spans) if record else []
     moe = metrics_of(result) if job.has_experts else None
-    ends = reason_of(stop_code)
-    return MeasuredStep(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], own_s, moe, spans, ends)
+    ends = reason_of(heard)
+    return MeasuredStep(
+        result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], of_ranks_s, moe, spans, ends, replicas
+    )
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:

@@ -16,6 +16,7 @@ from ..core.policies import seen_domains
 from ..core.simulate.step import Span
 from ..integrations.host.scoring import Scores
 from ..integrations.host.trained import StepResult
+from .replicas import ReplicaRow
 
 _MOST_NATS = 700.0
 """The exponential of more is no float64."""
@@ -73,6 +74,8 @@ class StepMeasures:
     """Certified lower bound on the passes of the step, predicted; 0 where the planner gives none."""
     bubble_frac: float = 0.0
     """Idle share of the step: 1 - busy / step, mean over stages and plane ranks. Passes alone are busy."""
+    replicas: tuple[ReplicaRow, ...] = ()
+    """Where there are several; shares of ranks are then those of the first."""
 
     @classmethod
     def of(cls, step: int, planned: Planned, taken: MeasuredStep, **more: Any) -> Self:
@@ -80,7 +83,7 @@ class StepMeasures:
         plan, busy = planned.plan, taken.busy_s.sum(axis=0)
         return cls(
             step=step,
-            tokens=plan.num_tokens,
+            tokens=int(planned.draw.part.whole.lengths.sum()) if planned.draw.part else plan.num_tokens,
             targets=taken.result.num_targets,
             step_s=taken.step_s,
             plan_s=taken.plan_s,
@@ -89,6 +92,7 @@ class StepMeasures:
             padding_frac=plan.padding_frac,
             bound_s=plan.bound_s,
             bubble_frac=float((1 - taken.busy_s / taken.step_s).mean()),
+            replicas=taken.replicas,
             **more,
         )
 
@@ -143,6 +147,8 @@ class MeasuredStep:
     """What all ranks did when (`StepResult.spans`), of tensor-parallel peers the first; empty unless recorded."""
     ends: str = ""
     """Why the run ends with this step, though it is not the last one; empty where it goes on."""
+    replicas: tuple[ReplicaRow, ...] = ()
+    """Where there are several."""
 
 
 def summary(rows: list[StepRow]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ..core.input import reading
 from ..core.input.bounds import refuse_endless
 from ..core.input.user_function import user_function
 from ..core.machine.layout import Layout
+from ..core.machine.replicas import refuse_other_size
 from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.forward_only import forward_only
@@ -57,9 +58,25 @@ class Preflight(NamedTuple):
 
 
 def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
-    """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
-    recipe, layout = runnable(recipe, world_size)
-    refuse_idle_ranks(recipe.train, layout.dp)
+    """As `preflights`, of a recipe without replicas."""
+    (ready,) = preflights(recipe, world_size)
+    return ready
+
+
+def preflights(recipe: Recipe, world_size: int | None = None) -> list[Preflight]:
+    """Check trainer, layout, data and caps of each replica, or of the one that a recipe is without any. Raises
+    EvenloadError; starts nothing and writes nothing but data caches.
+
+    ``world_size``: of a job of one replica; others say theirs."""
+    several = bool(recipe.parallel.replicas)
+    runnables, layouts = zip(
+        *(runnable(one, None if several else world_size) for one in recipe.of_replicas), strict=True
+    )
+    if several and recipe.model.weights is not None:
+        recipe = recipe.changed({"model.weights": str(runnables[0].model.weights)})
+    elif not several:
+        (recipe,) = runnables
+        refuse_idle_ranks(recipe.train, layouts[0].dp)
     source, weights, validation = open_data(recipe), recipe.model.weights, recipe.data.validation
     scored = recipe.data.model_copy(update={"group": None, "weight_column": None, "weight_divisor": None})
     held_out = open_all(scored, validation.source, validation.domains, weights) if validation else None
@@ -71,17 +88,33 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     Domains.of_source(recipe, source)
     for row in RUN_HOOKS.registered().values():
         if row.refuses:
-            RUN_HOOKS.imported(row, row.refuses)(recipe, source)
-    recipe = with_layers(recipe, layout.world_size, partial(drawing_of, recipe, source))
-    layout = recipe.layout(layout.world_size)
-    chain = PlanChain.of_recipe(recipe, layout)
-    refuse_longest(source, chain)
+            RUN_HOOKS.imported(row, row.refuses)(recipe.of_replicas[0], source)
+    every = [_of_replica(*both, source, held_out) for both in zip(recipe.of_replicas, layouts, strict=True)]
+    refuse_longest(source, *(one.chain for one in every))
     if held_out is not None:
         refuse_unscored(recipe, held_out, draws_of(held_out, recipe))
-        refuse_longest(held_out, forward_only(chain))
+        refuse_longest(held_out, *(forward_only(one.chain) for one in every))
     if validation and validation.generate:
         refuse_unsampled(recipe, validation.generate)
-    return Preflight(recipe, source, chain, held_out)
+    return every
+
+
+def num_ranks_of(recipe: Recipe, asked: int | None, against: tuple[str, ...] = ()) -> int:
+    """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
+    sizes = recipe.ranks_of_replicas
+    if sizes and asked is not None:
+        refuse_other_size(sizes, asked)
+    what, do = "baselines do not train next to replicas", "leave --against out"
+    refuse_first((bool(sizes and against), what, f"--against {','.join(against)}, {len(sizes)} replicas", do))
+    chains = [one.chain for one in preflights(recipe, asked)]
+    for name in against:
+        chains[0].rivals.offer(name)
+    return sum(chain.context.layout.world_size for chain in chains)
+
+
+def _of_replica(recipe: Recipe, layout: Layout, source: Source, held_out: Source | None) -> Preflight:
+    recipe = with_layers(recipe, layout.world_size, partial(drawing_of, recipe, source))
+    return Preflight(recipe, source, PlanChain.of_recipe(recipe, recipe.layout(layout.world_size)), held_out)
 
 
 def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
@@ -101,9 +134,19 @@ def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
     return recipe, layout
 
 
-def refuse_longest(source: Source, chain: PlanChain) -> None:
-    """Raise EvenloadError unless the longest samples of all, and the largest groups, can be planned: then no batch has
-    one that cannot."""
+def refuse_longest(source: Source, *chains: PlanChain) -> None:
+    """Raise EvenloadError unless the longest samples of all, and the largest groups, can be planned by one of the
+    replicas: then no batch has one that cannot."""
+    refused = list[EvenloadError]()
+    for chain in chains:
+        try:
+            return _refuse_longest(source, chain)
+        except EvenloadError as error:
+            refused.append(error)
+    raise refused[0]
+
+
+def _refuse_longest(source: Source, chain: PlanChain) -> None:
     lengths = source.lengths if source.targets is None else source.lengths[source.targets > 0]
     longest = np.sort(lengths)[-chain.context.layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
@@ -187,7 +230,7 @@ def refuse_other_tokenizer(recipe: Recipe) -> None:
 def with_vocabulary(recipe: Recipe, *sources: Source) -> Recipe:
     """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share. That
     of a folder of weights stays as it is."""
-    vocab_size, tp = recipe.model.vocab_size, recipe.parallel.tp
+    vocab_size, tp = recipe.model.vocab_size, math.lcm(*(one.parallel.tp for one in recipe.of_replicas))
     least = max(source.vocab_size for source in sources)
     if vocab_size is None:
         multiple = math.lcm(_VOCABULARY_MULTIPLE, tp)

@@ -58,6 +58,8 @@ class BatchPart(NamedTuple):
     whole: Draw
     places: npt.NDArray[np.int64]
     """Of its sequences in the whole batch."""
+    replica_of: Ints
+    """To which replica each sequence of the whole batch was dealt."""
     counts: bool = True
     """They are its to train; otherwise nothing was dealt to it, and it runs a copy without targets."""
 

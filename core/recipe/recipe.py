@@ -173,13 +173,17 @@ class Recipe(Section):
         p = self.parallel
         return p.tp * p.pp * p.cp * (p.dp or -(-p.ep // p.cp))
 
+    def refuse_replicas(self) -> None:
+        """Raise EvenloadError for replicas, where they can be neither planned nor run together."""
+        if replicas := self.parallel.replicas:
+            what, detail = "only `evenload train` and `verify` run replicas", f"parallel.replicas of {len(replicas)}"
+            raise EvenloadError(what, detail, "give parallel.tp, pp and dp of one of them in its place")
+
     def layout(self, world_size: int | None = None) -> Layout:
         """Layout of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError, also
         where replicas have layouts of their own."""
+        self.refuse_replicas()
         p = self.parallel
-        if p.replicas:
-            what, detail = "only `evenload train` and `verify` run replicas", f"parallel.replicas of {len(p.replicas)}"
-            raise EvenloadError(what, detail, "give parallel.tp, pp and dp of one of them in its place")
         wanted = self.min_world_size if world_size is None else world_size
         size = whole_number(wanted, "the number of processes", RANKS)
         layers = stage_layers(self.model, p)

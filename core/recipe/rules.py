@@ -296,10 +296,10 @@ def _rules_of_replicas(recipe: Any) -> list[Rule]:
             "leave them out, or write them into the replicas",
         ),
         (
-            not recipe.adapts,
-            "parallel.replicas trains adapters of tenants, and the recipe trains a whole model",
-            f"{len(p.replicas)} replicas, plugins.lora.enabled false",
-            "give parallel.tp, pp and dp instead, or set plugins.lora.enabled=true",
+            not recipe.adapts and not trainer_called(recipe.trainer).sums_over_replicas,
+            "replicas of a whole model exchange its gradients, which this trainer keeps to itself",
+            f"trainer {recipe.trainer}, parallel.replicas of {len(p.replicas)}",
+            "set trainer=megatron, train adapters of tenants, or give parallel.tp, pp and dp instead",
         ),
     ]
 

@@ -253,7 +253,8 @@ class Parallel(Section):
     """Ranks, or groups of cp, that have samples of their own."""
     replicas: tuple[Replica, ...] | None = None
     """Instead of all others: replicas that may be of unlike shapes and on unlike machines, in the order of their ranks.
-    Each gets the sequences with which all end together. For adapters of tenants (plugins.lora)."""
+    Each gets the sequences with which all end together. For adapters of tenants (plugins.lora), and for whole models
+    on Megatron, whose gradients are summed over the replicas: all hold the same weights, to the bit."""
 
 
 class Updates(Section):

@@ -137,6 +137,8 @@ class Trainer:
     """Keys of a recipe, each with the values that a search compares for the trainer."""
     says: Callable[[Any], tuple[str, ...]] = lambda _: ()
     """Lines that say in the trainer's own words what a recipe does of layout, shards and recomputation."""
+    sums_over_replicas: bool = False
+    """Whole models of it train on replicas, which sum their gradients before its update."""
     bridges_cpu: bool = False
     """It needs the CPU bridge where there is no CUDA."""
 

@@ -113,7 +113,7 @@ class Host(ABC):
         ``labels`` say which tokens are targets, and with what weight: None, each but the first of a sequence, with 1.
         ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
         what `gradients` would return, right before the update; it must not change it, and judges the step itself.
-        ``company``: of adapters on replicas, what all of them train in the step; None: the plan is all.
+        ``company``: of replicas, what all of them train in the step; None: the plan is all.
 
         Raises EvenloadError, before the update, where `labels` and tokens have another number of targets; with
         ``inspect`` it does not. Raises it before the passes where the weights of the labels add up to no finite number,
@@ -121,16 +121,17 @@ class Host(ABC):
         """
         clock = BusyClock(self.device, record=record)
         collector = LossCollector(len(plan.lengths), self.device, labels) if self.scores_steps else None
-        result = self.trained.run(Step(plan, tokens_of, labels, mark, clock, collector, company))
+        step = Step(plan, tokens_of, labels, mark, clock, collector, company)
+        result = self.trained.run(step)
         summed = collector.summed() if collector else None
         if inspect is None:
-            _refuse_other_targets(result, labels if company is None else None)
+            _refuse_other_targets(result, None if company and result.tenants else step.labels_of_all)
         else:
             inspect(self.trained.gradients())
         mark(UPDATE)
         with clock.noting("U"):
             norm = self.trained.update(lr)
-        scores = scores_of(summed)._replace(**_weights_of(labels)) if summed else None
+        scores = scores_of(summed, company)._replace(**_weights_of(step.labels_of_all)) if summed else None
         return replace(result, grad_norm=norm, scores=scores, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(

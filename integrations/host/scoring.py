@@ -22,10 +22,12 @@ from torch.nn.functional import cross_entropy
 
 from ...core.aliases import Floats, Ints
 from ...core.plan.step_plan import Lengths
+from ...runtime.adapters.company import Company
 from ...runtime.attention.copy_rows import ToHost, copy_rows
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import IGNORE, Pack, of_targets, slice_losses
 from ...runtime.world.agreement import everyone
+from ...runtime.world.replicas import job_group
 
 
 class Scores(NamedTuple):
@@ -135,10 +137,21 @@ class VectorCollector(LossCollector):
         return super().scores()._replace(vectors=self._vectors_ND.cpu().numpy())
 
 
-def scores_of(summed: ToHost) -> Scores:
-    """Waits for the device if the sums have not come so far."""
+def scores_of(summed: ToHost, company: Company | None = None) -> Scores:
+    """Waits for the device if the sums have not come so far. ``company``: of replicas, whose sequences all of them
+    have; then collective over the job."""
     losses, targets, *excess = summed.read().numpy()
-    return Scores(losses, targets.astype("int64"), excess=excess[0] if excess else None)
+    own = Scores(losses, targets.astype("int64"), excess=excess[0] if excess else None)
+    return of_all_replicas(own, company)
+
+
+def of_all_replicas(own: Scores, company: Company | None) -> Scores:
+    """Losses of a plan's sequences as those of all replicas; as they are where the plan has all. Collective over the
+    job."""
+    if company is None or job_group() is None:
+        return own
+    values = {key: value for key, value in own._asdict().items() if isinstance(value, np.ndarray)}
+    return own._replace(**company.gathered(values))
 
 
 class LogitCollector(Collector):

@@ -44,7 +44,13 @@ class Step:
     collector: LossCollector | None = None
     """Takes down the losses of the sequences that are trained on; None: nobody asks for them."""
     company: Company | None = None
-    """Of adapters, whose sequences the step has on all replicas; None: the plan has them all."""
+    """Whose sequences the step has on all replicas; None: the plan has them all."""
+
+    @property
+    def labels_of_all(self) -> Labels | None:
+        """The number of targets, and the weights, of the sequences on all replicas; `labels` where the plan has all."""
+        company = self.company
+        return Labels(self.tokens_of, company.targets, company.weights) if company else self.labels
 
 
 class Position(NamedTuple):

@@ -25,7 +25,6 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.company import Company, Divided
 from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.labels import Labels
-from ...runtime.world.replicas import job_group
 from ..reference.textbook import AdamState
 from .scoring import LossCollector, Scores, scores_of
 from .step import Step
@@ -38,14 +37,6 @@ def company_of(plan: StepPlan, labels: Labels | None) -> Company:
         what = "a plan without tenants reached a host that trains adapters"
         raise EvenloadError(what, f"{len(plan.lengths)} sequences", "plan draws whose sequences have tenants")
     return Company.of(plan.tenants, plan.lengths, labels)
-
-
-def scores_of_all(company: Company, own: Scores) -> Scores:
-    """Losses of the plan's sequences as those of all replicas. Collective."""
-    if job_group() is None:
-        return own
-    whole: Any = company.gathered({"losses": own.losses, "targets": own.targets})
-    return Scores(whole["losses"], whole["targets"])
 
 
 class Tenants(Trainable):
@@ -82,7 +73,7 @@ class Tenants(Trainable):
         numbers, weights = sorted(divisors), company.weights
         self.adapters.sum_gradients({number: one.divisor for number, one in divisors.items()})
         norms = self.adapters.norms(numbers)  # with which the losses have come
-        scores = scores_of_all(company, scores_of(summed))
+        scores = scores_of(summed, company)
         self._results = {}
         for number in numbers:
             own, (count, divisor) = company.tenants == number, divisors[number]

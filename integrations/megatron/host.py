@@ -32,6 +32,7 @@ from ...runtime.generate.engine import Decoder
 from ...runtime.measure.busy import counts_waiting
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
+from ...runtime.world.replicas import job_group
 from ...runtime.world.world import World
 from ..host.gradients import FrozenModel
 from ..host.host import Host
@@ -44,6 +45,7 @@ from .base.plane import join_groups, leave_groups, links_of_device, open_plane
 from .base.setup import check_host, check_recipe
 from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, run_for_logits, run_stock
 from .decoding import decoder_of
+from .exchange import Exchange, commit
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
@@ -258,13 +260,16 @@ class MegatronWeights(Snapshots):
                 bind_gate(gpt, host.gate)
         host.ddp = wrap_model(recipe, config, host.model)
         host.optimizer = build_optimizer(recipe, host.ddp)
+        self._clips = recipe.train.dtype == "fp64" or job_group() is not None
+        self._exchange = Exchange(host.model, recipe, host.tp_rank)
 
     def run(self, step: Step) -> StepResult:
         host, plan, clock = self._host, step.plan, step.clock
         host.refuse_foreign(plan, host_schedule=plan.in_host_schedule)
-        weights = step.labels and step.labels.weights
-        divisor = checked_divisor(plan.lengths, step.labels) if weights else None
-        reduction = Reduction(host.ddp, plan, clock, divisor)
+        labels = step.labels_of_all
+        weights = labels and labels.weights
+        divisor = checked_divisor(plan.lengths, labels) if weights else None
+        reduction = Reduction(host.ddp, plan, clock, divisor, self._exchange)
         routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
         host.routes = {} if routing.routes is None else routing.routes
         forward = collecting(run_batch, reduction.count) if host.collects else run_batch
@@ -306,18 +311,18 @@ class MegatronWeights(Snapshots):
         host = self._host
         for group in host.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-        norm = self._clip_in_float64() if host.recipe.train.dtype == "fp64" else None
+        norm = commit(self.norm({})) if self._clips else None
+        if norm is not None:
+            self._clip(norm)
         move_biases(host.ddp)
         _, megatron_norm, _ = host.optimizer.step()
         return float(megatron_norm) if norm is None else norm
 
-    def _clip_in_float64(self) -> float:
-        """Megatron's rule of clipping, which it has for float32 only; the norm before clipping."""
-        norm = self.norm({})
+    def _clip(self, norm: float) -> None:
+        """Megatron's rule of clipping, which it has for float32 and norms of its own only."""
         limit = self._host.recipe.train.clip_grad
         if limit > 0 and (factor := limit / (norm + 1e-6)) < 1.0:
             self._host.ddp.scale_gradients(factor)
-        return norm
 
     def optimizer_states(self) -> Mapping[str, AdamState]:
         return optimizer_states(self._host.model, self._host.optimizer)

@@ -31,6 +31,8 @@ from ...core.plan.step_plan import StepPlan
 from ...runtime.attention.pack import Pack
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
+from ...runtime.world.replicas import job_group
+from .exchange import Exchange
 from .model.experts import routers
 
 
@@ -38,11 +40,14 @@ class Reduction:
     """The gradient sum of one step: set up before the schedule runs, `finalize` called by it at the end.
 
     ``divisor``: of the global batch, where its targets have weights (`labels.loss_divisor`); None: their number.
+    ``exchange``: with the other replicas of the job, if there are any.
     """
 
-    def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock, divisor: float | None = None) -> None:
+    def __init__(
+        self, ddp: Any, plan: StepPlan, clock: BusyClock, divisor: float | None = None, exchange: Exchange | None = None
+    ) -> None:
         self._ddp, self._clock = ddp, clock
-        self._divisor = divisor
+        self._divisor, self._exchange = divisor, exchange
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
         self.quiet = self.overlap and (idle or not plan.in_host_schedule)
@@ -90,6 +95,9 @@ class Reduction:
             # The bias of experts moves with the update (`move_biases`), and not where gradients alone are asked for.
             with with_attributes(self._ddp.config, moe_router_enable_expert_bias=False):
                 finalize_model_grads([self._ddp], None, pg_collection=pg_collection)
+            if self._exchange and job_group():
+                gather_shards(self._ddp)
+                self._exchange.sum(lambda parameter: parameter.main_grad)
         self.totals = _sum_over_world(self.local_loss, self.local_targets, next(self._ddp.parameters()).device)
         if self.divisor:
             self._ddp.scale_gradients(1.0 / self.divisor)
@@ -99,6 +107,10 @@ def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tu
     totals = torch.full((2,), num_targets, dtype=torch.float64, device=device)
     totals[0] = loss_sum
     dist.all_reduce(totals)
+    if job := job_group():  # which sums what one rank of each replica says
+        if dist.get_rank():
+            totals.zero_()
+        job.add_up(totals)
     loss, count = totals.tolist()
     return loss, round(count)
 

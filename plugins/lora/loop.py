@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...core.planning.exercised import Exercised
@@ -22,6 +21,7 @@ from ...training.garbage import Collect
 from ...training.job import logger
 from ...training.measuring import measure_step
 from ...training.metrics import MeasuredStep
+from ...training.replicas import digest_of, whole_of
 from ...training.run.variant import as_rank_error
 from ...training.run.writers import Write
 from .arrivals.folder import STOP, Folder, News
@@ -29,9 +29,8 @@ from .arrivals.job import TenantJob
 from .members import TenantTable
 from .records import saving
 from .records.output import LAST, Output
-from .records.rows import JobRow, Live, ReplicaRow, entry_of_step, rows_of_replicas, tenant_row
+from .records.rows import JobRow, Live, entry_of_step, tenant_row
 from .records.saving import Saved
-from .replicas import digest_of, whole_of
 from .state.drawing import TenantDrawing, own_draws
 from .state.status import leave_word
 from .state.tenant import ENDED, ActiveTenant
@@ -146,17 +145,15 @@ class TenantLoop:
         tenants = [self.members.of_number(number) for number in draws]
         rates = {tenant.number: tenant.rate for tenant in tenants}
         taken = measure_step(self._job, planned, self.step, record=False, rates=rates)
-        replicas, step_s = rows_of_replicas(planned, taken)
-        taken = replace(taken, step_s=step_s)
         self._exercised.note(planned.chain, planned.plan, None)
         self._drawing.trained()
         for tenant in tenants:
             result = taken.result.tenants[tenant.number]
             if not result.failed:
                 tenant.took(draws[tenant.number], result.loss, taken.step_s)
-        self._tell(planned, taken, tenants, rates, replicas)
+        self._tell(planned, taken, tenants, rates)
         self.step += 1
-        if replicas and self.step % COMPARED_EVERY == 0:
+        if taken.replicas and self.step % COMPARED_EVERY == 0:
             agree(self._job.host.adapters.digest().to_bytes(8, "big", signed=True), "adapters", self.step, "job")
         self._collect(self.step)
         self._end(tenants, taken.result.tenants)
@@ -196,12 +193,11 @@ class TenantLoop:
         taken: MeasuredStep,
         tenants: Sequence[ActiveTenant],
         rates: Mapping[int, float],
-        replicas: Sequence[ReplicaRow],
     ) -> None:
         """Write what the step came to, of all and of each."""
         lengths, num_tenants = whole_of(planned.draw).lengths, len(own_draws(planned.draw))
-        more = {"num_tenants": num_tenants, "sequences": len(lengths), "replicas": tuple(replicas)}
-        row = replace(JobRow.of(self.step, planned, taken, **more), tokens=int(lengths.sum()))
+        more = {"num_tenants": num_tenants, "sequences": len(lengths)}
+        row = JobRow.of(self.step, planned, taken, **more)
         self.rows.append(row)
         own = {t.name: tenant_row(t, planned, taken, rates[t.number]) for t in tenants}
         self._write(entry_of_step(row, own))

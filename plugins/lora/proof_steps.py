@@ -33,8 +33,8 @@ from ...training.proof.compare import StepErrors, Tolerance, compare_gradients, 
 from ...training.proof.masking import half_masked
 from ...training.proof.steps import PRECISE, Proven, failures_of, fields_of_ranks
 from ...training.proof.weighing import KINDS, drawn_weights, scale_of
+from ...training.replicas import company_of, labels_of_part, tokens_of_part, whole_of
 from .arrivals.job import TenantJob
-from .replicas import company_of, labels_of_part, tokens_of_part, whole_of
 from .state.drawing import next_of, own_draws
 from .state.tenant import ActiveTenant
 

@@ -7,7 +7,7 @@ neither depends on who computes what.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ class Company(NamedTuple):
 
     tenants: Ints
     """Number of each sequence's tenant [N]."""
-    targets: Ints
+    targets: npt.NDArray[np.int64]
     """Of each sequence [N]."""
     weights: TargetWeights | None
     """Of all N; None: each is 1."""
@@ -57,9 +57,9 @@ class Company(NamedTuple):
             divided[tenant] = Divided(count, weights.divisor_of(own, tenant) if weights else float(count))
         return divided
 
-    def gathered(self, own: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
+    def gathered(self, own: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, Any]:
         """Values of the plan's sequences, the same on every rank of a replica, as those of all N. Collective."""
-        whole = {key: np.zeros(len(self.tenants), values.dtype) for key, values in own.items()}
+        whole = {key: np.zeros((len(self.tenants), *values.shape[1:]), values.dtype) for key, values in own.items()}
         for places, values in everyone((self.places if self.counts else self.places[:0], own), "job"):
             for key in whole:
                 whole[key][places] = values[key][: len(places)]

@@ -10,9 +10,11 @@ each one that stays, and a step is settled by its `commit`: whoever comes to it 
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,11 +24,12 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ...core.machine.replicas import named_rank, place_in
+from .variables import MEETING_PLACE
 
 Value = TypeVar("Value")
 
 
-_POLL_S = 0.0005
+_LOOK_S = 0.05
 _BEAT_S = 1.0
 
 
@@ -83,19 +86,33 @@ class JobGroup:
             raise ReplicasChangedError(str(error or "another rank of this replica heard it")) from error
         return result
 
-    def wait(self, work: Any) -> None:
-        """Until a call of the group is done."""
-        if self.changing is not None:
-            began_s = beat_s = time.monotonic()
-            while not work.is_completed():
-                if self.changing.changed():
-                    raise ReplicasChangedError("other replicas are there")
-                now_s = time.monotonic()
-                if now_s - beat_s > _BEAT_S:
-                    self.changing.waits()
-                    beat_s = now_s
-                time.sleep(0 if now_s - began_s < _POLL_S else _POLL_S)
-        work.wait()
+    def wait(self, *works: Any) -> None:
+        """Until calls of the group are done."""
+        if self.changing is None:
+            for work in works:
+                work.wait()
+            return
+        errors: list[RuntimeError] = []
+
+        def wait() -> None:  # a thread of its own: gloo's waits for messages neither poll nor end
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait, name="evenload-across", daemon=True)
+        thread.start()
+        beat_s = time.monotonic()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            if thread.is_alive() and self.changing.changed():
+                raise ReplicasChangedError("other replicas are there")
+            if time.monotonic() - beat_s > _BEAT_S:
+                self.changing.waits()
+                beat_s = time.monotonic()
+        if errors:
+            raise errors[0]
 
     def everyone(self, value: Value) -> list[Value]:
         """The value of every rank."""
@@ -117,6 +134,12 @@ class JobGroup:
         rows = [torch.empty_like(own) for _ in range(self.size)]
         self.wait(self._open.allgather([rows], [own]))
         return [row.numpy().tobytes() for row in rows]
+
+    def swap(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> None:
+        """Send a tensor to each rank of ``leaving``, and fill those of ``arriving``, by the ranks that send them, all
+        on the host. Both sides call it for a message; others need not, but for all calls in one `together`."""
+        works = [self._open.recv([flat], rank, 0) for rank, flat in arriving.items()]
+        self.wait(*works, *(self._open.send([flat], rank, 0) for rank, flat in leaving.items()))
 
     def add_up(self, flat: Tensor) -> None:
         """Sum a tensor over all ranks, in place; each element is summed in one place, so all hold the same bits."""
@@ -179,6 +202,11 @@ def leads(rank: int) -> bool:
 def job_group() -> JobGroup | None:
     """The job of replicas that this process is of; None where the default process group is the whole job."""
     return _current
+
+
+def is_replica() -> bool:
+    """Whether this process is of one of several replicas, met already or not."""
+    return _current is not None or MEETING_PLACE in os.environ
 
 
 def commit(value: Value) -> Value:

@@ -910,7 +910,7 @@ fault("a given divisor is rounded to an integer", "return float(divisor)", "retu
 fault = of("integrations/megatron/host.py", killer)
 fault(
     "gradients of weights that add up to 0 are not scaled",
-    "checked_divisor(plan.lengths, step.labels) if weights",
+    "checked_divisor(plan.lengths, labels) if weights",
     "round(float(weights.sums.sum()), 9) if weights",
 )
 fault = of("integrations/megatron/reduction.py", killer)
@@ -995,8 +995,8 @@ fault = of("runtime/adapters/hooks.py", killer)
 fault("dropout goes by the place in a replica's part", "[numbers[place] for place in here]", "list(range(len(here)))")
 fault = of("runtime/world/world.py", killer)
 fault("each replica has a leader", "self.rank == self.replica == 0", "self.rank == 0")
-fault = of("plugins/lora/replicas.py", killer)
-fault("a replica trains what another one has, too", "draw.lengths) == self.own", "draw.lengths) >= self.own")
+fault = of("training/replicas.py", killer)
+fault("a replica trains what another one has, too", "(replica_of == self.own)", "(replica_of >= self.own)")
 fault = of("plugins/lora/arrivals/job.py", killer)
 fault("a copy that runs for nothing is trained on", "if draw.part and not draw.part.counts:", "if False:")
 killer = cases("integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does[dp2]")

@@ -110,6 +110,8 @@ class Keeper(NamedTuple):
     ) -> None:
         """Do what is due after a step. ``state``: gives what a checkpoint keeps of the run; ``best``: the step has the
         lowest validation loss so far; ``last``: the run ends early with it. Collective."""
+        if self.job.world.replica:  # the first one writes what all hold
+            return
         if self.background:
             self.background.look()
         config, done = self.job.recipe.checkpoint, step + 1
@@ -124,7 +126,8 @@ class Keeper(NamedTuple):
 def keeping(job: Job) -> Iterator[Keeper]:
     """Keeps the checkpoints that the recipe asks for; at the end all are written. Collective."""
     config = job.recipe.checkpoint
-    with Background(job) if config.background and config.dir is not None else nullcontext() as background:
+    writes = config.background and config.dir is not None and job.world.replica == 0
+    with Background(job) if writes else nullcontext() as background:
         yield Keeper(job, background)
 
 

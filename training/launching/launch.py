@@ -35,7 +35,7 @@ from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import RESULT, job_variables
 from ..adapting import adapter_training
 from ..early_end import AT_ONCE_S, BEGAN, BEGAN_S, SIGNALS
-from ..preflight import preflight
+from ..preflight import num_ranks_of
 from ..progress import PROGRESS_SOCKET, Progress, inherited_progress, pass_on_progress, progress_sockets, silent
 from ..verbs import TRAIN, VERIFY, RankWork
 from .replica_choice import Elastic
@@ -102,10 +102,9 @@ def _checked(work: RankWork, recipe: Recipe, num_ranks: int | None, against: tup
         return recipe.layout(num_ranks).world_size
     if recipe.adapts:
         return adapter_training(recipe).preflight(recipe, num_ranks, against, proof=work is VERIFY)
-    chain = preflight(recipe, num_ranks).chain
-    for name in against:
-        chain.rivals.offer(name)
-    return chain.context.layout.world_size
+    if work not in (TRAIN, VERIFY):
+        recipe.refuse_replicas()
+    return num_ranks_of(recipe, num_ranks, against)
 
 
 def launch(

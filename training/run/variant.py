@@ -27,6 +27,7 @@ from ..job import Job, VerbJob
 from ..learning import LoadHistory, Refitting, predict_step
 from ..measuring import OURS, compare, learning_rate, measure_step
 from ..metrics import MeasuredStep, StepRow, domain_losses, summary
+from ..replicas import whole_of
 from ..step_hooks import PredictedStep, StepHooks, TrainedStep
 from ..stragglers import Stragglers
 
@@ -55,7 +56,7 @@ class Variant:
     def step(self, planned: Planned, step: int, executor: Executor, ending: EarlyEnd, *, record: bool) -> TrainedStep:
         """Train one step and note what it took. Collective."""
         # Outside the step: large plans take the simulator a second.
-        future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.is_rank0 else None
+        future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.world.rank == 0 else None
         with as_rank_error(self.job, begun=bool(self.rows)):
             taken = run_step(self.job, planned, step, ending, record=record)
         predicted_step = future.result() if future else None
@@ -69,7 +70,7 @@ class Variant:
         begins = len(self.rows) <= 2
         self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
         self._seconds = taken.step_s if begins else self._seconds + taken.step_s
-        return TrainedStep(step, planned, taken, predicted_step)
+        return TrainedStep(step, replace(planned, draw=whole_of(planned.draw)), taken, predicted_step)
 
     @property
     def said(self) -> str:
@@ -100,7 +101,9 @@ class Variant:
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
     def _row(self, planned: Planned, taken: MeasuredStep, step: int, predicted_step: PredictedStep | None) -> StepRow:
-        rate = self.job.chain.context.cluster.flops_per_s * self.job.world.size
+        chains = self.job.replicas.chains or [self.job.chain]
+        rate = sum(one.context.cluster.flops_per_s * one.context.layout.world_size for one in chains)
+        whole = whole_of(planned.draw)
         source, scores = self.job.source, taken.result.scores
         names = source.domains if isinstance(source, MixedSource) else ()
         return StepRow.of(
@@ -110,14 +113,14 @@ class Variant:
             loss=taken.result.loss,
             grad_norm=taken.result.grad_norm,
             lr=learning_rate(step, self.job.recipe.train),
-            mfu=step_flops(self._shape, planned.plan.lengths) / (taken.step_s * rate),
+            mfu=step_flops(self._shape, whole.lengths) / (taken.step_s * rate),
             delay_steps=planned.draw.delay_steps,
             waiting=num_waiting(planned.draw.state),
             without_target=planned.draw.without_target,
             predicted_s=predicted_step.step_s if predicted_step else 0.0,
             bubble_worst=float((1 - taken.busy_s / taken.step_s).max()),
             moe=taken.moe,
-            domains=domain_losses(names, [(planned.draw, scores)]) if scores else None,
+            domains=domain_losses(names, [(whole, scores)]) if scores else None,
         )
 
 

@@ -18,9 +18,12 @@ from ...core.recipe.recipe import Recipe
 from ..files import refusing_unwritable
 from ..job import logger
 from ..metrics import DomainLoss, StepRow
+from ..replicas import whole_of
 from ..validation.validation import Validated
 
-_NO_SCALARS = ("step", "tokens", "targets", "moe", "domains")
+_NO_SCALARS = ("step", "tokens", "targets", "moe", "domains", "replicas")
+_WHERE_THERE_ARE = ("domains", "replicas")
+"""What rows have of some runs alone."""
 _IN_A_BOARD = {"shares": "share", "objective": "objective"}
 """What boards call a number of a domain that a policy has answered."""
 
@@ -74,11 +77,12 @@ def writer(recipe: Recipe, *, is_rank0: bool, first: int = 0) -> Iterator[Write]
 def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> Entry:
     """What logs get of a step of a run of ``of_steps``; ``ends``: why there is none after it, where that is
     not the last one."""
-    whole = {name: value for name, value in asdict(row).items() if name != "domains" or value is not None}
+    whole = {name: value for name, value in asdict(row).items() if name not in _WHERE_THERE_ARE or value}
     values = {name: value for name, value in whole.items() if name not in _NO_SCALARS}
     scalars = {"tokens_per_s": row.tokens / row.step_s, **values}
     scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
     scalars |= _of_domains(row.domains)
+    scalars |= {f"replicas/{one.replica}/busy_s": one.busy_s for one in row.replicas}
     order = planned.draw.state
     policy = (order.get("policy") or {}).items()
     share_record = {key: dict(zip(order["here"], values, strict=True)) for key, values in policy}
@@ -86,7 +90,7 @@ def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> E
         scalars |= {f"domains/{name}/{_IN_A_BOARD[key]}": value for name, value in own.items()}
     line = {**whole, **share_record, "planner": planned.plan.made_by, "of_steps": of_steps}
     line["ends"] = ends or ("done" if row.step + 1 == of_steps else None)
-    line["samples"] = planned.draw.samples.tolist()
+    line["samples"] = whole_of(planned.draw).samples.tolist()
     return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)
 
 

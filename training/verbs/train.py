@@ -42,7 +42,9 @@ def train(
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
     if recipe.adapts:
         return adapter_training(recipe).train(recipe, against, progress)
-    return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}, progress), recipe.checkpoint.dir)
+    return run_rank(
+        recipe, lambda job: _train_all(job, against, pictures or {}, progress), recipe.checkpoint.dir, deals=True
+    )
 
 
 def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress: Progress) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def _run(
 ) -> str:
     """All steps, every variant in its turn; only evenload's own run is logged and saved. Why it ended early, if so."""
     recipe, own, ends = job.recipe, variants[OURS], ""
-    planner = job.planner(drawing, *own.chains)
+    planner = job.planner(job.dealt(drawing), *own.chains)
     followers = {name: BaselinePlanner(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
 

@@ -184,5 +184,6 @@ MEGATRON = Trainer(
     mends=("evenload.patches.megatron_fixes",),
     tries={"megatron.overlap_grad_reduce": (False, True), "megatron.sequence_parallel": (False, True)},
     says=flags,
+    sums_over_replicas=True,
     bridges_cpu=True,
 )

@@ -63,10 +63,10 @@ def pieces_of(name: str, parameter: Any, recipe: Recipe, tp_rank: int) -> list[P
         rows = groups * run
         pieces.append(Piece(tensor, (parts * rows, *rest), (part * rows, (part + 1) * rows), columns, groups, first))
         first += run
-    return [_with_tokens(piece, recipe) for piece in pieces] if name.endswith(_OF_VOCABULARY) else pieces
+    return [_with_tokens(piece, recipe) for piece in pieces] if name.endswith(OF_VOCABULARY) else pieces
 
 
-_OF_VOCABULARY = "word_embeddings.weight", "output_layer.weight"
+OF_VOCABULARY = "word_embeddings.weight", "output_layer.weight"
 
 
 def _rows_of(num_names: int, rows: int, model: Model, parts: int) -> tuple[int, list[int]]:

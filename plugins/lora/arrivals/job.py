@@ -22,13 +22,12 @@ from ....core.planning.stock import UNCAPPED
 from ....core.recipe.recipe import Recipe
 from ....data.samples.cut import IGNORE
 from ....data.sources import Source
-from ....runtime.adapters.company import Company
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
 from ....runtime.world.world import World
 from ....training.job import VerbJob, host_until_end, labels_of
-from ..replicas import Replicas, company_of, whole_of, without_targets
+from ....training.replicas import Replicas, without_targets
 from ..state.drawing import labels_in
 from .preflight import config_of, folder_of_tenants, out_of, preflights
 
@@ -100,8 +99,6 @@ class TenantJob(VerbJob):
     """What the loop of tenants works with on each rank."""
 
     samples: TenantSamples = field(default_factory=TenantSamples)
-    replicas: Replicas = field(default_factory=lambda: Replicas(()))
-    """Of the job, each with planners of its own."""
 
     @property
     def folder(self) -> Path:
@@ -123,9 +120,6 @@ class TenantJob(VerbJob):
 
     def labels_of(self, draw: Draw) -> Labels | None:
         return self.samples.labels_of(draw)
-
-    def company_of(self, draw: Draw) -> Company | None:
-        return company_of(draw, self.samples.labels_of(whole_of(draw)))
 
 
 @contextmanager

@@ -54,13 +54,13 @@ def open_tenant(
     adapter, weights = _adapter_of(config)
     source = _open(config, config.data.source, config.data.domain_sources, recipe)
     _refuse_short(source, config)
-    _refuse_longest(source, chains)
+    refuse_longest(source, *chains)
     scored = config.model_copy(
         update={"data": config.data.model_copy(update={"weight_column": None, "weight_divisor": None})}
     )
     held_out = _open(scored, config.evaluate.source, None, recipe) if config.evaluate else None
     if held_out is not None:
-        _refuse_longest(held_out, list(map(forward_only, chains)))
+        refuse_longest(held_out, *map(forward_only, chains))
     size, seed = BatchSize(config.train.batch_size), config.train.seed
     domains = Domains.of_data(config.data, size, source)
     tenant = ActiveTenant(
@@ -76,17 +76,6 @@ def open_tenant(
         digest=entrant.digest,
     )
     return tenant, weights
-
-
-def _refuse_longest(source: Source, chains: Sequence[PlanChain]) -> None:
-    """Raise EvenloadError where no replica can plan the longest samples, as the first one says it."""
-    refusals = []
-    for chain in chains:
-        try:
-            return refuse_longest(source, chain)
-        except EvenloadError as error:
-            refusals.append(error)
-    raise refusals[0]
 
 
 def _open(config: Tenant, spec: str, domains: Mapping[str, str] | None, recipe: Recipe) -> Source:

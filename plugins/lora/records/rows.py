@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....core.planning.chain import PlanChain
-from ....core.planning.judge import outcome_of
 from ....core.planning.planner import Draw, Planned
 from ....data.mixed import MixedSource
 from ....data.sources import Source
 from ....integrations.host.trained import TenantResult
-from ....runtime.world.agreement import everyone
-from ....runtime.world.replicas import job_group
 from ....training.drawing import num_waiting
 from ....training.metrics import MeasuredStep, StepMeasures, domain_losses, rates_of, sums_of
 from ....training.progress import Progress
 from ....training.run.writers import Entry
 from ..state.drawing import own_draws
 from ..state.tenant import ENDED, ActiveTenant
-
-
-class ReplicaRow(NamedTuple):
-    """What one of several replicas did in a step."""
-
-    replica: int
-    sequences: int
-    tokens: int
-    busy_s: float
-    """Of its busiest rank, in passes."""
-    predicted_s: float
-    """What its plan was to take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +26,6 @@ class JobRow(StepMeasures):
     num_tenants: int
     """That took part."""
     sequences: int
-    replicas: tuple[ReplicaRow, ...] = ()
-    """Where there are several."""
-
-
-def rows_of_replicas(planned: Planned, taken: MeasuredStep) -> tuple[list[ReplicaRow], float]:
-    """A row a replica of a job of several, and the seconds of the slowest. Collective over the job."""
-    job, part = job_group(), planned.draw.part
-    if job is None or part is None:
-        return [], taken.step_s
-    lengths = planned.plan.lengths[: len(planned.plan.lengths) if part.counts else 0]
-    predicted_s = outcome_of(planned.plan, planned.chain.context).step_s
-    busy_s = float(taken.busy_s.max()) if taken.busy_s.size else 0.0
-    own = ReplicaRow(job.place.replica, len(lengths), int(lengths.sum()), busy_s, predicted_s)
-    of_ranks = everyone((own, taken.step_s), "job")
-    by_replica = {row.replica: row for row, _ in reversed(of_ranks)}
-    return [by_replica[number] for number in sorted(by_replica)], max(step_s for _, step_s in of_ranks)
 
 
 def tenant_row(tenant: ActiveTenant, planned: Planned, taken: MeasuredStep, rate: float) -> dict[str, Any]:

@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 from ....core.planning.forward_only import forward_only
 from ....core.planning.planner import Draw, Planned
 from ....data.sources import Source, targets_of
-from ....integrations.host.scoring import Scores
-from ....integrations.host.tenants import scores_of_all
+from ....integrations.host.scoring import Scores, of_all_replicas
 from ....runtime.world.agreement import everyone
 from ....training.drawing import held_out_batches
+from ....training.replicas import company_of, whole_of
 from ..arrivals.job import TenantJob, TenantSamples
-from ..replicas import company_of, whole_of
 from ..tenant_file import Evaluate
 
 
@@ -114,7 +113,7 @@ class Evaluations:
             )
             whole = whole_of(planned.draw)
             company = company_of(planned.draw, self._samples.labels_of(whole))
-            parts.append((whole, scores_of_all(company, scores) if company else scores))
+            parts.append((whole, of_all_replicas(scores, company)))
         return parts, {}
 
 

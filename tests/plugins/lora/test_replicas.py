@@ -15,7 +15,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
 from evenload.plugins.lora.arrivals.preflight import say_without_effect
-from evenload.plugins.lora.replicas import Replicas
+from evenload.training.replicas import Replicas
 from evenload.training.adapting import adapter_training
 from harness.cases import only_full
 from safetensors.torch import load_file
@@ -115,10 +115,10 @@ def test_replicas_that_cannot_be_are_refused_before_a_rank_starts(name):
         parse(LORA | {"parallel": {"replicas": replicas}})
 
 
-def test_replicas_go_with_tenants_alone_and_with_no_other_degrees(caplog):
+def test_replicas_go_with_no_other_degrees(caplog):
     parallel = {"replicas": [{"dp": 1}, {"tp": 2}]}
-    with pytest.raises(EvenloadError, match="trains adapters of tenants, and the recipe trains a whole model"):
-        parse({"parallel": parallel})
+    with pytest.raises(EvenloadError, match="which this trainer keeps to itself"):
+        parse({"trainer": "deepspeed", "parallel": {"replicas": [{"dp": 1}, {"dp": 2}]}})
     with pytest.raises(EvenloadError, match="parallel gives others"):
         parse(LORA | {"parallel": {**parallel, "dp": 2}})
     recipe = parse(LORA | {"parallel": parallel})
