@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..core.aliases import Floats
 from ..core.planning.chain import PlanChain
 from ..core.planning.judge import outcome_of
 from ..core.planning.planner import BatchPart, Draw, Planned
@@ -113,6 +114,13 @@ def company_of(draw: Draw, labels: Labels | None) -> Company | None:
 def whole_of(draw: Draw) -> Draw:
     """The batch of which a draw is one replica's part; itself where it is all."""
     return draw.part.whole if draw.part else draw
+
+
+def reweighed(draw: Draw, weights: Floats) -> Draw:
+    """The draw with its targets' weights times those of each sequence of the whole batch."""
+    whole = whole_of(draw)
+    whole = whole._replace(weight=whole.weight * weights)
+    return whole.at(draw.part.places)._replace(part=draw.part._replace(whole=whole)) if draw.part else whole
 
 
 def labels_of_part(draw: Draw, labels: Labels | None) -> Labels | None:

@@ -53,7 +53,7 @@ class AdaptiveMixture(StepHook):
         assert draw.domain is not None
         columns = scores.losses, scores.targets, scores.excess, scores.weights
         seen = seen_domains(self._state.num_domains, draw.domain, *columns)
-        self._state = self._state._replace(**from_first(lambda: self._state.after(seen).progress))
+        self._state = self._state._replace(**from_first(lambda: self._state.after(seen).progress, "job"))
         self._drawing.use(self._state.share_record)
 
     def state(self, planner: Planner) -> dict[str, Any]:

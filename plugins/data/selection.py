@@ -77,7 +77,7 @@ class Selection(StepHook):
         losses = self._scorer.means(numbers) if "losses" in self._chosen.policy.needs and len(numbers) else None
         gradients = self._gradients_of(numbers)
         begin = time.perf_counter()
-        taken = from_first(lambda: self._asked(numbers, losses, gradients, drawn[: self._take]))
+        taken = from_first(lambda: self._asked(numbers, losses, gradients, drawn[: self._take]), "job")
         if not len(taken):
             detail = f"update {self._update} of the select policy '{self._chosen.name}'"
             raise EvenloadError("no sample that was drawn has a target", detail, "raise plugins.data.select.pool")
@@ -101,7 +101,7 @@ class Selection(StepHook):
         """Gradients of the samples of a pool that the policy wants them of. Collective."""
         if self._gradients is None:
             return None
-        wanted: Ints = from_first(lambda: self._chosen.policy.gradients_of(self._policy, numbers))
+        wanted: Ints = from_first(lambda: self._chosen.policy.gradients_of(self._policy, numbers), "job")
         return self._gradients.of(wanted)
 
     def _asked(self, numbers: Ints, losses: Any, gradients: PoolGradients | None, drawn: Ints) -> Ints:

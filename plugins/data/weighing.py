@@ -18,6 +18,7 @@ from ...core.policies import ChosenPolicy, SeenSamples, State, started, stepped
 from ...runtime.world.agreement import from_first
 from ...training.drawing import draws_of
 from ...training.job import Job
+from ...training.replicas import reweighed, whole_of
 from ...training.step_hooks import StepHook
 from .scoring import Scorer
 
@@ -43,14 +44,14 @@ class Weighing(StepHook):
     def planned(self, planned: Planned) -> Planned:
         """The step with weights of its samples. Collective."""
         draw = planned.draw
-        scores = self._scorer.scores(draw.samples, vectors=self._by_likeness)
+        scores = self._scorer.scores(whole_of(draw).samples, vectors=self._by_likeness)
         anchors = None
         if self._anchors and self._steps % self._every == 0:
             anchors = self._anchors.scores(self._wanted, vectors=True).vectors
         seen = SeenSamples(scores.losses, scores.targets, vectors=scores.vectors, anchors=anchors)
-        weights = from_first(lambda: self._asked(seen))
+        weights = from_first(lambda: self._asked(seen), "job")
         self._steps += 1
-        return replace(planned, draw=draw._replace(weight=draw.weight * weights))
+        return replace(planned, draw=reweighed(draw, weights))
 
     def state(self, planner: Planner) -> dict[str, Any]:
         """What a checkpoint keeps of the weights; whole on rank 0."""

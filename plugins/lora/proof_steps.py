@@ -26,12 +26,11 @@ from ...runtime.adapters.places import AdapterState
 from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone
-from ...runtime.world.replicas import job_group
 from ...training.drawing import Drawing
 from ...training.hosts import integration
 from ...training.proof.compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update
 from ...training.proof.masking import half_masked
-from ...training.proof.steps import PRECISE, Proven, failures_of, fields_of_ranks
+from ...training.proof.steps import PRECISE, UNLIKE_TP, Proven, failures_of, fields_of_ranks, of_replicas
 from ...training.proof.weighing import KINDS, drawn_weights, scale_of
 from ...training.replicas import company_of, labels_of_part, tokens_of_part, whole_of
 from .arrivals.job import TenantJob
@@ -40,10 +39,6 @@ from .state.tenant import ActiveTenant
 
 Batch = tuple[TokensOf, Lengths, Labels | None]
 """Tokens, lengths and labels of a tenant's own sequences."""
-
-
-UNLIKE_TP = 1e-6
-"""Relative: what tensor-parallel layers round to float32 in a float64 run differs by their number of ranks."""
 
 
 @dataclass
@@ -203,19 +198,8 @@ def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
     if len(set(everyone(job.host.adapters.digest(), "job"))) > 1:
         over.append("replicas hold different adapters")
     lengths = step.batch.lengths
-    whole = _of_replicas(_together(step, result, here, errors, over, wrong))
+    whole = of_replicas(_together(step, result, here, errors, over, wrong))
     return replace(whole, sequences=len(lengths), tokens=int(lengths.sum()))
-
-
-def _of_replicas(own: Proven) -> Proven:
-    """A step of all replicas, of errors the worst. Collective over the job."""
-    parts = everyone(own, "job") if job_group() else [own]
-    worst = max(parts, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
-    most = ("loss_rel_err", "norm_rel_err", "update_rel_err", "tokens_missing", "tokens_repeated", "samples_wrong")
-    joined = ("not_finite", "over", "failed")
-    of_all: dict[str, Any] = {key: max(getattr(one, key) for one in parts) for key in most}
-    of_all |= {key: tuple(sorted({text for one in parts for text in getattr(one, key)})) for key in joined}
-    return replace(worst, **of_all, branches={name: 1 for one in parts for name in one.branches})
 
 
 def _own(draw: Draw, number: int, tokens_of: TokensOf, labels: Labels | None) -> Batch:

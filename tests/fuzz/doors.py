@@ -23,11 +23,11 @@ from evenload.plugins.lora import members as tenants
 from evenload.plugins.lora.arrivals.folder import Folder
 from evenload.plugins.lora.arrivals.job import TenantSamples
 from evenload.plugins.lora.records.output import Output
-from evenload.training.replicas import Replicas
 from evenload.plugins.lora.state.drawing import labels_in
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, Place, Site
+from evenload.training.replicas import Replicas
 from evenload.training.run.writers import Entry, writer
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401

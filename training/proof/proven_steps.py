@@ -94,6 +94,8 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     sharing them: else nothing of what they plan would be proved after the resume.
     """
     p = recipe.parallel
+    if p.replicas:
+        return None
     # A stage of another layout might have frozen parameters alone.
     if not trainer_called(recipe.trainer).reshards or world_size == p.tp * p.cp or recipe.train.freeze:
         return None

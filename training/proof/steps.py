@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from ...core.plan.branches import branches_of
-from ...core.plan.step_plan import Slice, StepPlan
+from ...core.plan.step_plan import Lengths, Slice, StepPlan
 from ...core.planning.exercised import failure_of
 from ...core.planning.planner import Draw
 from ...integrations.host.trained import StepResult
@@ -25,9 +25,11 @@ from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamW
 from ...runtime.attention.labels import count_targets
 from ...runtime.world.agreement import everyone
+from ...runtime.world.replicas import job_group
 from ..drawing import draw_of
 from ..hosts import integration
 from ..job import Job
+from ..replicas import company_of, labels_of_part, tokens_of_part, whole_of
 from .compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update, parts_of
 from .masking import half_masked
 from .weighing import By, drawn_weights, scale_of
@@ -35,6 +37,10 @@ from .weighing import By, drawn_weights, scale_of
 PRECISE = {"fp64": (), "fp32": ("", "fp64"), "bf16": ("bf16", "")}
 """By the precision of a run: in which plain training runs for the floor, and for the reference. Empty: that of the
 plain model, which is float32 for both. Float64 has no higher one."""
+
+
+UNLIKE_TP = 1e-6
+"""Relative: what tensor-parallel layers round to float32 in a float64 run differs by their number of ranks."""
 
 
 class ProofBatch(NamedTuple):
@@ -131,7 +137,10 @@ class Beside:
     def of(cls, job: Job) -> Beside:
         """At the start of a run. Collective."""
         weights, config = job.host.weights(), job.recipe.train
-        return cls(job, AdamW.of(weights, config), weights, Tolerance.of(job.recipe.trainer, config.dtype))
+        tolerance = Tolerance.of(job.recipe.trainer, config.dtype)
+        if job.replicas.unlike_tp and config.dtype == "fp64":
+            tolerance = replace(tolerance, gradient=UNLIKE_TP, loss=UNLIKE_TP)
+        return cls(job, AdamW.of(weights, config), weights, tolerance)
 
     def step(self, number: int, batch: ProofBatch, lr: float) -> Proven:
         """Run a step of both and compare. Collective."""
@@ -140,26 +149,28 @@ class Beside:
         reader = _Reader(job, batch)
         self.result = result = job.host.train_step(
             batch.plan,
-            reader,
+            tokens_of_part(batch.draw, reader),
             lr=lr,
-            labels=reader.labels,
+            labels=labels_of_part(batch.draw, reader.labels),
             mark=lambda where: job.watchdog.at(where, number),
             inspect=captured.update,
+            company=company_of(batch.draw, reader.labels),
         )
         with job.watchdog.working("plain step", number):
             # In float64 both choose the same experts; below, a rounding error can turn a choice over.
             if job.recipe.train.dtype != "fp64":
                 self.plain.replay_routes(job.host)
-            loss, gradients = self.plain.gradients(reader.expected, batch.plan.lengths, reader.expected_labels)
+            lengths = whole_of(batch.draw).lengths
+            loss, gradients = self.plain.gradients(reader.expected, lengths, reader.expected_labels)
         judged = _Judged(self.tolerance, loss, gradients, self.plain)
         parts = parts_of(self.plain, captured)
         if PRECISE[job.recipe.train.dtype] and any(everyone(not judged.passes(parts))):
             with job.watchdog.working("measuring the floor of rounding", number):
-                judged = self._against_a_floor(batch, reader, judged)
+                judged = self._against_a_floor(lengths, reader, judged)
         compare_gradients(errors, parts, judged.parts, judged.tolerance)
         errors.loss = compare_number(result.loss, judged.loss, reader.least)
         errors.norm = compare_number(result.grad_norm, self.plain.norm(judged.gradients))
-        if result.num_targets != (wanted := count_targets(batch.plan.lengths, reader.expected_labels)):
+        if result.num_targets != (wanted := count_targets(lengths, reader.expected_labels)):
             errors.over.append(f"targets: {result.num_targets:,} counted of {wanted:,}")
         bounds = (("loss", errors.loss, judged.tolerance.loss), ("norm", errors.norm, judged.tolerance.of_norm()))
         errors.over += [f"{what}: {error:.2e}" for what, error, bound in bounds if not error <= bound]
@@ -182,7 +193,7 @@ class Beside:
         """Plain training's weights in the precision in which the run's forward uses them."""
         return {name: state.weight.to(self.start[name].dtype) for name, state in self.textbook.states.items()}
 
-    def _against_a_floor(self, batch: ProofBatch, reader: _Reader, plain: _Judged) -> _Judged:
+    def _against_a_floor(self, lengths: Lengths, reader: _Reader, plain: _Judged) -> _Judged:
         """A reference in a higher precision, and what plain training in the run's own is off from it. Collective."""
         job = self.job
         recipe = job.recipe
@@ -193,7 +204,7 @@ class Beside:
                 model = integration(recipe.trainer).PlainModel(recipe, job.host, dtype=dtype)
                 model.load(self._rounded())
                 model.route_as(self.plain)
-                results[dtype] = model.gradients(reader.expected, batch.plan.lengths, reader.expected_labels)
+                results[dtype] = model.gradients(reader.expected, lengths, reader.expected_labels)
                 model.close()
         loss, gradients = results[higher]
         reference = _Judged(self.tolerance, loss, gradients, self.plain)
@@ -207,7 +218,7 @@ class Beside:
         worst = max(ranks, key=lambda one: one.errors.gradient.error / (one.bound or 1.0))
         executed = {one.dp_cp_rank: one.executed for one in ranks}
         branches = [name for one in ranks for name in one.branches]
-        return Proven(
+        own_step = Proven(
             **fields_of_ranks(batch.plan, result, [one.errors for one in ranks], executed, branches),
             grad_rel_err=worst.errors.gradient.error,
             worst_parameter=worst.errors.gradient.name,
@@ -219,6 +230,19 @@ class Beside:
             over=tuple(sorted({text for one in ranks for text in one.errors.over})),
             failed=tuple(sorted({text for one in ranks for text in one.failed})),
         )
+        whole = whole_of(batch.draw).lengths
+        return replace(of_replicas(own_step), sequences=len(whole), tokens=int(whole.sum()))
+
+
+def of_replicas(own: Proven) -> Proven:
+    """A step of all replicas, of errors the worst. Collective over the job."""
+    parts = everyone(own, "job") if job_group() else [own]
+    worst = max(parts, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
+    most = ("loss_rel_err", "norm_rel_err", "update_rel_err", "tokens_missing", "tokens_repeated", "samples_wrong")
+    joined = ("uncompared", "not_finite", "over", "failed")
+    of_all: dict[str, Any] = {key: max(getattr(one, key) for one in parts) for key in most}
+    of_all |= {key: tuple(sorted({text for one in parts for text in getattr(one, key)})) for key in joined}
+    return replace(worst, **of_all, branches={name: 1 for one in parts for name in one.branches})
 
 
 class _OfRank(NamedTuple):
@@ -240,23 +264,24 @@ class _Reader:
     """
 
     def __init__(self, job: Job, batch: ProofBatch) -> None:
-        in_order = np.array_equal(batch.draw.samples, batch.expected)
-        self._samples = batch.expected if in_order else batch.draw.samples
-        self._source, self._read = job.source, job.tokens_of(batch.draw)
-        self.wrong: set[int] = set() if in_order else set(range(len(batch.draw.samples)))
+        draw = whole_of(batch.draw)
+        in_order = np.array_equal(draw.samples, batch.expected)
+        self._samples = batch.expected if in_order else draw.samples
+        self._source, self._read = job.source, job.tokens_of(draw)
+        self.wrong: set[int] = set() if in_order else set(range(len(draw.samples)))
         undisturbed = draw_of(job.source, self._samples)
-        undisturbed = undisturbed._replace(weight=batch.draw.weight, divisor=batch.draw.divisor)
-        self.labels, self.expected_labels = job.labels_of(batch.draw), job.labels_of(undisturbed)
+        undisturbed = undisturbed._replace(weight=draw.weight, divisor=draw.divisor)
+        self.labels, self.expected_labels = job.labels_of(draw), job.labels_of(undisturbed)
         """Which tokens are targets, as training reads it, and as an undisturbed run has it."""
         if batch.masked:
-            drawn = self._samples, batch.draw.lengths, job.recipe.train.seed
+            drawn = self._samples, draw.lengths, job.recipe.train.seed
             self.labels = half_masked(self.labels, self._read, *drawn)
             self.expected_labels = half_masked(self.expected_labels, self.expected, *drawn)
         if batch.weights:
-            how = batch.draw.lengths, batch.weights, [job.recipe.train.seed, *self._samples.tolist()]
+            how = draw.lengths, batch.weights, [job.recipe.train.seed, *self._samples.tolist()]
             self.labels = drawn_weights(self.labels, self._read, *how)
             self.expected_labels = drawn_weights(self.expected_labels, self.expected, *how)
-        self.least = scale_of(self.expected_labels, batch.draw.lengths)
+        self.least = scale_of(self.expected_labels, draw.lengths)
         """By what an error of the loss is told at least."""
 
     def __call__(self, index: int) -> Any:

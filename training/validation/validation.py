@@ -21,12 +21,13 @@ from ...core.planning.planner import Planned, Planner
 from ...core.recipe.generated import SAMPLED
 from ...data.content import are_same
 from ...data.mixed import MixedSource
-from ...integrations.host.scoring import Scores
-from ...runtime.world.agreement import from_first
+from ...integrations.host.scoring import Scores, of_all_replicas
+from ...runtime.world.agreement import everyone, from_first
 from ..drawing import draws_of, scorable
 from ..job import Job, logger
 from ..metrics import DomainLoss, domain_losses, perplexity
 from ..preflight import tokenizer_of
+from ..replicas import whole_of
 from ..sampling.figures import figures_of
 from ..sampling.scored import SampleScores
 from ..step_hooks import StepHook
@@ -75,7 +76,7 @@ class ValidationRun(StepHook):
         assert job.held_out is not None
         self._every, self._last = config.every, job.recipe.train.steps
         self._job = replace(job, source=job.held_out, chain=forward_only(job.chain), reference=None)
-        self._draws = draws_of(job.held_out, job.recipe)
+        self._draws = [*map(job.replicas.part_of, draws_of(job.held_out, job.recipe))]
         self._planner = job.planner(iter(self._draws).__next__, self._job.chain)
         self._planned: list[Planned] = []
         self.rows: list[Validated] = []
@@ -113,7 +114,7 @@ class ValidationRun(StepHook):
             parts.append(self._score(planned, done))
         seconds, figures = time.perf_counter() - begin, None
         if self._sampled and (done % self._samples_every == 0 or done == self._last):
-            figures = self._sampled.run(self._job.host, self._job.watchdog, done)
+            figures = everyone(self._sampled.run(self._job.host, self._job.watchdog, done), "job")[0]
         row = self._row(done, parts, (seconds, waited_s), figures)
         self.rows.append(row)
         self._say(row)
@@ -139,21 +140,23 @@ class ValidationRun(StepHook):
 
     def _score(self, planned: Planned, done: int) -> Scores:
         job = self._job
-        return job.host.score(
+        scores = job.host.score(
             planned.plan,
             job.tokens_of(planned.draw),
             labels=job.labels_of(planned.draw),
             mark=lambda where: job.watchdog.at(f"validation, {where}", done),
         )
+        return of_all_replicas(scores, job.company_of(planned.draw))
 
     def _row(
         self, done: int, parts: Sequence[Scores], took_s: tuple[float, float], figures: dict[str, float] | None
     ) -> Validated:
+        whole = [*map(whole_of, self._draws)]
         loss_sum = float(np.concatenate([one.losses for one in parts]).sum())
         targets = int(np.concatenate([one.targets for one in parts]).sum())
         loss, source, domains = loss_sum / targets, self._job.source, None
         if isinstance(source, MixedSource):
-            domains = domain_losses(source.domains, zip(self._draws, parts, strict=True))
+            domains = domain_losses(source.domains, zip(whole, parts, strict=True))
         if not math.isfinite(loss):
             what, do = "the loss of the validation is not finite", "lower train.lr, or look at the data"
             raise RankError(what, f"loss {loss} after {done} steps", do)
@@ -165,8 +168,8 @@ class ValidationRun(StepHook):
             loss=loss,
             perplexity=perplexity(loss),
             best=best,
-            sequences=sum(len(draw.samples) for draw in self._draws),
-            tokens=sum(int(draw.lengths.sum()) for draw in self._draws),
+            sequences=sum(len(draw.samples) for draw in whole),
+            tokens=sum(int(draw.lengths.sum()) for draw in whole),
             targets=targets,
             without_target=len(source.lengths) - len(scorable(source)),
             validation_s=took_s[0],

@@ -85,26 +85,28 @@ class _Proof:
         try:
             return self._run(folder)
         finally:
-            if folder is not None and self._world.rank == 0:
+            if folder is not None and self._world.leads:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, folder: Path | None) -> dict[str, Any]:
         last = self._steps if folder is None else self._before
-        with open_trainer(self._recipe, self._world, self._watchdog) as job:
+        with open_trainer(self._recipe, self._world, self._watchdog, deals=True) as job:
             job.say_unused("verify")
             self._proven.begin(job.host, job.chain)
             self._expected = _undisturbed(job)
             beside = Beside.of(job)
             history = LoadHistory(job.chain)
-            planner = job.planner(job.drawing())
+            planner = job.planner(job.dealt(job.drawing()))
             last_planned = self._take(beside, planner, history, range(last))
             self._reach(beside, history.newest(job.chain))
             if folder is not None:
-                keep(job, folder, last - 1, last_planned, StepHooks([history]).state(planner))
+                if job.world.replica == 0:
+                    keep(job, folder, last - 1, last_planned, StepHooks([history]).state(planner))
+                everyone(None, "job")
             beside.plain.close()
         if folder is not None:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
-            with open_trainer(recipe, self._world, self._watchdog) as job:
+            with open_trainer(recipe, self._world, self._watchdog, deals=True) as job:
                 self._go_on(job, beside, folder)
         return self._proven.summary()
 
@@ -116,7 +118,9 @@ class _Proof:
         beside = replace(beside, job=job)
         history = LoadHistory(job.chain)
         StepHooks([history]).restore(state)
-        planner = job.planner(job.drawing(state["order"]), history.newest(job.chain), history.first(job.chain))
+        planner = job.planner(
+            job.dealt(job.drawing(state["order"])), history.newest(job.chain), history.first(job.chain)
+        )
         self._take(beside, planner, history, range(state["step"], self._steps))
         beside.plain.close()
 
@@ -136,9 +140,10 @@ class _Proof:
         self._proven.add(beside.job.chain, batch.plan, proven)
 
     def _reach(self, beside: Beside, chain: PlanChain) -> None:
-        """Steps on further batches of the chain, for branches that no step has taken yet."""
+        """Steps on further batches of the chain, for branches that no step has taken yet; of one replica alone, as each
+        would want batches of its own."""
         job = beside.job
-        missing = self._proven.missing
+        missing = set() if len(job.replicas.chains) > 1 else self._proven.missing
         lengths, targets = job.source.lengths, job.source.targets
         size, seed = batch_size(job.recipe).mean_samples(lengths), job.recipe.train.seed
         trained = np.arange(len(lengths)) if targets is None else np.flatnonzero(targets)
@@ -159,8 +164,8 @@ class _Proof:
                 root.mkdir(parents=True, exist_ok=True)
             return tempfile.mkdtemp(prefix="verify-", dir=root)
 
-        folder = Path(from_first(make))
-        if all(everyone(folder.is_dir())):
+        folder = Path(from_first(make, "job"))
+        if all(everyone(folder.is_dir(), "job")):
             return folder
         logger.warning("the resume is not verified: %s is not seen by every rank; set checkpoint.dir", folder)
         return None

@@ -15,8 +15,8 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
 from evenload.plugins.lora.arrivals.preflight import say_without_effect
-from evenload.training.replicas import Replicas
 from evenload.training.adapting import adapter_training
+from evenload.training.replicas import Replicas
 from harness.cases import only_full
 from safetensors.torch import load_file
 
