@@ -11,8 +11,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.aliases import Floats
+from ..core.machine.replicas import Roster
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
 from ..core.planning.turns import fingerprint
@@ -38,11 +39,12 @@ from ..runtime.watchdog.watchdog import Watchdog, working
 from ..runtime.world.agreement import agree, everyone, gather_bytes
 from ..runtime.world.folder_lock import folder_lock
 from ..runtime.world.node_board import open_board
-from ..runtime.world.variables import RESULT
+from ..runtime.world.roster import membership, own_place, own_replica, take_part
+from ..runtime.world.variables import MEETING_PLACE, RESULT
 from ..runtime.world.world import World, close_world, init_world
 from .drawing import Domains, Drawing, drawing_of
 from .hosts import integration
-from .preflight import preflights
+from .preflight import chains_of, preflights
 from .replicas import Replicas, company_of, whole_of, without_targets
 
 logger = logging.getLogger("evenload")
@@ -249,9 +251,15 @@ def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     bridge = bridge_cpu() if trainer_called(recipe.trainer).bridges_cpu else None
     safety = recipe.safety
-    world = init_world(safety.collective_timeout_s, safety.gone_s, recipe.ranks_of_replicas)
-    logger.setLevel(logging.INFO if world.leads else logging.ERROR)
+    comes_and_goes = MEETING_PLACE in os.environ
+    sizes = () if comes_and_goes else recipe.ranks_of_replicas
+    world = init_world(safety.collective_timeout_s, safety.gone_s, sizes)
     with quiet_when_full(), Watchdog(gone_s=safety.gone_s, stuck_s=safety.stuck_s) as watchdog:
+        if comes_and_goes:
+            waits = partial(watchdog.at, "waiting for other replicas", waits=True)
+            shapes = [one.model_dump(mode="json", exclude_none=True) for one in recipe.parallel.replicas or ()]
+            take_part(shapes, safety.collective_timeout_s, waits)
+        logger.setLevel(logging.INFO if world.leads else logging.ERROR)
         yield world, watchdog
         everyone(None, "job")  # until here all are watched; what follows waits for nobody that might be gone
     close_world(world)
@@ -267,15 +275,23 @@ def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog, *, deals: boo
         recipe.refuse_replicas()
     with watchdog.working("opening the data"):
         every = preflights(recipe, world.size)
-        ready = every[world.replica]
+        number = own_replica(world)
+        ready = every[number]
         for source in filter(None, (ready.source, ready.held_out)):  # plans agree where lengths do
             digest = hashlib.blake2b(source.fingerprint.encode(), digest_size=16).digest()
             agree(digest, f"samples of {source.name}", 0, "job")
-        replicas = Replicas([one.chain for one in every], world.replica)
-        if len(every) > 1:
+        replicas = Replicas([one.chain for one in every], number)
+        if len(every) > 1 and membership() is None:
             replicas.prepare(int(ready.source.lengths.max()))
     with host_until_end(ready.recipe, world, watchdog) as host:
         yield Job(ready.recipe, world, host, ready.chain, watchdog, ready.source, ready.held_out, replicas=replicas)
+
+
+def with_members(job: Job, asked: Recipe, roster: Roster) -> Job:
+    """The job with those replicas that take part; ``asked``: the recipe of all."""
+    members = [dict(one.shape) for one in roster.members]
+    recipe = asked.changed({"parallel.replicas": members, "model": job.recipe.model.model_dump(mode="json")})
+    return replace(job, replicas=Replicas(chains_of(recipe, job.source), own_place(roster)))
 
 
 def run_rank(
@@ -285,7 +301,8 @@ def run_rank(
     ``deals``, `open_trainer`."""
 
     def with_trainer(world: World, watchdog: Watchdog) -> dict[str, Any]:
-        with folder_lock(writes), open_trainer(recipe, world, watchdog, deals=deals) as job:
+        # Where replicas come and go, whoever leads holds it from roster to roster.
+        with folder_lock(None if membership() else writes), open_trainer(recipe, world, watchdog, deals=deals) as job:
             return work(job)
 
     return in_world(recipe, with_trainer)
@@ -295,7 +312,9 @@ def in_world(recipe: Recipe, work: Callable[[World, Watchdog], dict[str, Any]]) 
     """Do a verb's work on this rank; rank 0 hands the result to the launcher, or returns it under torchrun."""
     with open_world(recipe) as (world, watchdog):
         result = work(world, watchdog)
-    if not world.leads:
+        if member := membership():
+            member.leave(json.dumps(result) if world.leads else None)
+    if member or not world.leads:
         return None
     if path := os.environ.get(RESULT):
         Path(path).write_text(json.dumps(result))

@@ -99,6 +99,11 @@ def preflights(recipe: Recipe, world_size: int | None = None) -> list[Preflight]
     return every
 
 
+def chains_of(recipe: Recipe, source: Source) -> list[PlanChain]:
+    """The planners of each replica of a recipe that `preflights` has completed."""
+    return [_of_replica(one, one.layout(), source, None).chain for one in recipe.of_replicas]
+
+
 def num_ranks_of(recipe: Recipe, asked: int | None, against: tuple[str, ...] = ()) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
     sizes = recipe.ranks_of_replicas

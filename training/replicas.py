@@ -23,7 +23,7 @@ from ..runtime.adapters.company import Company
 from ..runtime.attention.labels import NOBODY, Labels, part_of
 from ..runtime.attention.pack import TokensOf
 from ..runtime.world.agreement import agree, everyone, from_first
-from ..runtime.world.replicas import job_group
+from ..runtime.world.replicas import everyone_left, job_group
 
 
 class Replicas:
@@ -92,9 +92,9 @@ def of_all_replicas(planned: Planned, step: int, busy_s: float, step_s: float, s
         return JobStep((), step_s, stop_code)
     lengths = planned.plan.lengths[: len(planned.plan.lengths) if part.counts else 0]
     predicted_s = outcome_of(planned.plan, planned.chain.context).step_s
-    own = ReplicaRow(job.place.replica, len(lengths), int(lengths.sum()), busy_s, predicted_s)
+    own = ReplicaRow(job.numbers[job.place.replica], len(lengths), int(lengths.sum()), busy_s, predicted_s)
     digest = digest_of(planned.draw)
-    of_ranks = everyone((own, step_s, stop_code, digest), "job")
+    of_ranks = everyone_left((own, step_s, stop_code, digest), everyone)
     rows, seconds, stop_codes, digests = zip(*of_ranks, strict=True)
     if len(set(digests)) > 1:
         agree(digest, "batches", step, "job")

@@ -33,7 +33,7 @@ def train(
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train the same batches in turn, each its own model."""
     from ...training.files import refuse_pictures
-    from ...training.launching.elastic import Elastic
+    from ...training.launching.replica_choice import Elastic
 
     baselines = names(against)
     if (plot or report) and not baselines:

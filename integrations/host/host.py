@@ -128,10 +128,12 @@ class Host(ABC):
             _refuse_other_targets(result, None if company and result.tenants else step.labels_of_all)
         else:
             inspect(self.trained.gradients())
+        scores = scores_of(summed, company) if summed and company else None  # what all do before a step is settled
         mark(UPDATE)
         with clock.noting("U"):
             norm = self.trained.update(lr)
-        scores = scores_of(summed, company)._replace(**_weights_of(step.labels_of_all)) if summed else None
+        if summed:
+            scores = (scores or scores_of(summed))._replace(**_weights_of(step.labels_of_all))
         return replace(result, grad_norm=norm, scores=scores, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(

@@ -25,6 +25,7 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.company import Company, Divided
 from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.labels import Labels
+from ...runtime.world.replicas import commit
 from ..reference.textbook import AdamState
 from .scoring import LossCollector, Scores, scores_of
 from .step import Step
@@ -74,6 +75,7 @@ class Tenants(Trainable):
         self.adapters.sum_gradients({number: one.divisor for number, one in divisors.items()})
         norms = self.adapters.norms(numbers)  # with which the losses have come
         scores = scores_of(summed, company)
+        norms = commit(norms)  # the first replica's on all: another one adds up in another order
         self._results = {}
         for number in numbers:
             own, (count, divisor) = company.tenants == number, divisors[number]

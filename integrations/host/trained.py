@@ -22,6 +22,7 @@ from ...core.plan.step_plan import Slice, StepPlan
 from ...core.simulate.step import Span
 from ...runtime.experts.gate import Load
 from ...runtime.world.agreement import Group
+from ...runtime.world.replicas import JobGroup
 from ..reference.textbook import AdamState
 from .scoring import Scores
 from .step import Step
@@ -123,6 +124,10 @@ class Trainable(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What it adds to the host's log line."""
+
+    def receive(self, across: JobGroup, source: int) -> None:
+        """Have what the replica of one rank of the job has after its last step. Collective over the job."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Release what was added to the model."""

@@ -53,8 +53,12 @@ class Exchange:
         if self._planned_for() is not job:
             first = next(iter(tensors.values()))[0]
             self._plan(job, BUNDLE_BYTES // first.element_size())
-        for bundle in self._bundles:
-            exchanged(bundle, job, lambda box: [self._part_in(box, one) for one in tensors[box.name]])
+
+        def exchange() -> None:
+            for bundle in self._bundles:
+                exchanged(bundle, job, lambda box: [self._part_in(box, one) for one in tensors[box.name]])
+
+        job.together(exchange)
 
     def _plan(self, job: JobGroup, most: int) -> None:
         self._parts = {
@@ -132,8 +136,3 @@ def _swapped(
     arriving = {rank: torch.empty(sum(sizes[rank]), dtype=targets[boxes[0]][0].dtype) for rank, boxes in coming.items()}
     job.swap({rank: torch.cat([values[box] for box in boxes]) for rank, boxes in leaving.items()}, arriving)
     return {rank: iter(torch.split(flat, sizes[rank])) for rank, flat in arriving.items()}
-
-
-def commit(norm: float) -> float:
-    """The gradient's norm as the first replica has it, once all replicas have the sums. Collective over the job."""
-    return everyone(norm, "job")[0] if job_group() else norm

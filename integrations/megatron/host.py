@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ...core.machine.layout import Layout
+from ...core.machine.replicas import place_in
 from ...core.plan.action import Program
 from ...core.plan.branches import COPIED
 from ...core.plan.forwards import lower_forwards
@@ -32,7 +33,7 @@ from ...runtime.generate.engine import Decoder
 from ...runtime.measure.busy import counts_waiting
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
-from ...runtime.world.replicas import job_group
+from ...runtime.world.replicas import JobGroup, commit, is_replica
 from ...runtime.world.world import World
 from ..host.gradients import FrozenModel
 from ..host.host import Host
@@ -45,18 +46,18 @@ from .base.plane import join_groups, leave_groups, links_of_device, open_plane
 from .base.setup import check_host, check_recipe
 from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, run_for_logits, run_stock
 from .decoding import decoder_of
-from .exchange import Exchange, commit
+from .exchange import Exchange
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
-from .model.gpt import DTYPES, build_optimizer, build_stages, transformer_config, wrap_model
+from .model.gpt import DTYPES, adam_states, build_optimizer, build_stages, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
 from .model.v_shape import stages_of
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
 from .pretrained.transfer import Exported, exported, read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
-from .saving.optimizer import optimizer_states
+from .saving.optimizer import ROWS, optimizer_states, rows_of, write_row
 from .stage import MegatronStage, reaching_recomputed
 
 T = TypeVar("T")
@@ -260,7 +261,7 @@ class MegatronWeights(Snapshots):
                 bind_gate(gpt, host.gate)
         host.ddp = wrap_model(recipe, config, host.model)
         host.optimizer = build_optimizer(recipe, host.ddp)
-        self._clips = recipe.train.dtype == "fp64" or job_group() is not None
+        self._clips = recipe.train.dtype == "fp64" or is_replica()
         self._exchange = Exchange(host.model, recipe, host.tp_rank)
 
     def run(self, step: Step) -> StepResult:
@@ -326,6 +327,25 @@ class MegatronWeights(Snapshots):
 
     def optimizer_states(self) -> Mapping[str, AdamState]:
         return optimizer_states(self._host.model, self._host.optimizer)
+
+    @torch.no_grad()
+    def receive(self, across: JobGroup, source: int) -> None:
+        own, states = self._host.optimizer, adam_states(self._host.optimizer)
+        has_them = across.place.replica == place_in(across.sizes, source).replica
+        steps = across.from_rank(source, float(states[0]["step"]) if states else 0.0)
+        trained = [parameter for parameter in self._host.model.parameters() if parameter.requires_grad]
+        for number in range(len(ROWS)):
+            values = {p: rows_of(own, p)[number].view(p.shape).clone() for p in trained}
+            if not has_them:
+                for flat in values.values():
+                    flat.zero_()
+            self._exchange.sum(values.__getitem__)
+            for parameter in trained:
+                write_row(own, parameter, number, values[parameter].flatten())
+                if number == 0:
+                    parameter.copy_(values[parameter])
+        for state in states:
+            state["step"].fill_(steps)
 
     def describe(self) -> dict[str, Any]:
         config = self._host.ddp.ddp_config

@@ -17,6 +17,7 @@ from ...integrations.host.trained import TenantResult
 from ...runtime.world.agreement import agree, everyone
 from ...runtime.world.replicas import own_rank
 from ...training.early_end import EarlyEnd, reason_of, say_ended
+from ...training.eras import refuse_to_go_on_alone, settled
 from ...training.garbage import Collect
 from ...training.job import logger
 from ...training.measuring import measure_step
@@ -30,7 +31,7 @@ from .members import TenantTable
 from .records import saving
 from .records.output import LAST, Output
 from .records.rows import JobRow, Live, entry_of_step, tenant_row
-from .records.saving import Saved
+from .records.saving import InMemory, Saved
 from .state.drawing import TenantDrawing, own_draws
 from .state.status import leave_word
 from .state.tenant import ENDED, ActiveTenant
@@ -75,7 +76,10 @@ class TenantLoop:
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0
         """Steps of the job so far."""
-        self.rows: list[JobRow] = []
+        in_memory = saved.in_memory if saved else None
+        self.rows: list[JobRow] = list(in_memory.rows if in_memory else ())
+        self._told = in_memory.told if in_memory else None
+        self._tells_again = bool(self._told)
         self.ended_early = ""
         """Why, where a signal or the job's minutes ended it."""
         self._stops = self._idles = False
@@ -98,9 +102,11 @@ class TenantLoop:
             self._apply(change)
         elif planned is not None:
             self._train(planned)
-        else:
-            return self._waits()
+        elif not self._waits():
+            return False
         self._live.end(self.members.tenants)
+        if not self._stops:
+            settled(self.step)
         return not self._stops
 
     def _plan(self) -> Planned | None:
@@ -135,8 +141,27 @@ class TenantLoop:
         self.sweeps.race()
         self.members.evict()
         self._seat()
+        self._finish()
         if change.news.stop or change.ends:
             self._stop(change.ends)
+
+    def _finish(self) -> None:
+        """Do what the last step has left undone where a replica was lost after it. Collective."""
+        here = {tenant.name: tenant for tenant in self.members.here}
+        if self._tells_again and self._told:
+            for name in here.keys() & self._told[1].keys():
+                self._output.row_again(here[name], self._told[1][name])
+        self._tells_again = False
+        unfinished = [here[name] for name in sorted(self.members.unfinished & here.keys())]
+        if unfinished:
+            self._end(unfinished, {})
+
+    def in_memory(self) -> Saved:
+        """What the job goes on with when its replicas have changed. Collective over the replica."""
+        members = self.members
+        rows, states, ended = members.in_memory()
+        more = InMemory(states, ended, tuple(members.unfinished), self.rows, self._told)
+        return Saved(self.step, rows, members.next_number, None, self.sweeps.state(), more)
 
     def _train(self, planned: Planned) -> None:
         """One step of all who take part. Collective."""
@@ -151,8 +176,10 @@ class TenantLoop:
             result = taken.result.tenants[tenant.number]
             if not result.failed:
                 tenant.took(draws[tenant.number], result.loss, taken.step_s)
+        self.members.unfinished = {tenant.name for tenant in tenants}
         self._tell(planned, taken, tenants, rates)
         self.step += 1
+        refuse_to_go_on_alone()
         if taken.replicas and self.step % COMPARED_EVERY == 0:
             agree(self._job.host.adapters.digest().to_bytes(8, "big", signed=True), "adapters", self.step, "job")
         self._collect(self.step)
@@ -162,7 +189,7 @@ class TenantLoop:
 
     def _end(self, tenants: Sequence[ActiveTenant], results: Mapping[int, TenantResult]) -> None:
         """Let those go who are done, have failed or are stopped, and others take their place. Collective."""
-        failed = [tenant for tenant in tenants if results[tenant.number].failed]
+        failed = [tenant for tenant in tenants if tenant.number in results and results[tenant.number].failed]
         for tenant in failed:
             self.members.end(tenant, "failed", f"{results[tenant.number].failed} in step {tenant.step}")
         self.sweeps.after([tenant for tenant in tenants if tenant not in failed], self.step)
@@ -170,6 +197,7 @@ class TenantLoop:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
                 self.members.end(tenant, "done")
         self._follow(tenants)
+        self.members.unfinished = set()
 
     def _follow(self, tenants: Sequence[ActiveTenant]) -> None:
         """What comes of tenants that have ended, or have not: verdicts, and others who take their place. Collective."""
@@ -200,7 +228,8 @@ class TenantLoop:
         row = JobRow.of(self.step, planned, taken, **more)
         self.rows.append(row)
         own = {t.name: tenant_row(t, planned, taken, rates[t.number]) for t in tenants}
-        self._write(entry_of_step(row, own))
+        self._told = entry_of_step(row, own), own
+        self._write(self._told[0])
         for tenant in tenants:
             self._output.row(tenant, own[tenant.name])
             self._output.status(tenant, now=False)

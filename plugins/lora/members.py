@@ -53,6 +53,8 @@ class TenantTable:
         self._looked = False
         self._states: dict[int, AdapterState | None] = {}
         """What adapters of tenants that wait begin with."""
+        self.unfinished = set(saved.in_memory.unfinished if saved and saved.in_memory else ())
+        """Names of those whose last step is not followed up yet: they take part once more for that."""
 
     @property
     def active(self) -> list[ActiveTenant]:
@@ -105,7 +107,8 @@ class TenantTable:
     @property
     def _for_memory(self) -> list[ActiveTenant]:
         """Tenants that wait for memory, and for nothing else."""
-        return [tenant for tenant in self.here if tenant.number in self._states and tenant.step < tenant.until]
+        waiting = [tenant for tenant in self.here if tenant.number in self._states]
+        return [tenant for tenant in waiting if tenant.step < tenant.until or tenant.name in self.unfinished]
 
     def evict(self) -> bool:
         """Let those who take part and wait for a verdict make way for those who wait for memory; whether anybody does.
@@ -129,6 +132,20 @@ class TenantTable:
             elif kept is not None:
                 parts[tenant.name] = partial(copy, kept)
         return parts
+
+    def in_memory(self) -> tuple[dict[str, Any], dict[str, AdapterState], dict[str, Any]]:
+        """Rows and adapters of tenants by name, and how others have ended: of those, too, who were under way when this
+        began, and have not been looked at yet. Collective over the replica."""
+        here, saved = {tenant.name for tenant in self.tenants}, self._saved
+        states = {name: state() for name, state in self.adapters().items()}
+        rows: dict[str, Any] = {tenant.name: saving.row_of(tenant, tenant.name in states) for tenant in self.tenants}
+        ended = {tenant.name: tenant.status() for tenant in self.tenants if tenant.state in ENDED}
+        for name, row in (saved.tenants if saved else {}).items():
+            if name not in here and name not in self.ended:
+                rows[name] = row
+                if saved and row["has_adapter"]:
+                    states[name] = saved.adapter(name, row["step"])
+        return rows, states, {**self.ended, **ended}
 
     def end(self, tenant: ActiveTenant, state: State, reason: str = "") -> None:
         """A tenant takes part no longer; its adapter is written out as it is. Collective."""
@@ -215,7 +232,13 @@ class TenantTable:
 
     def _is_past(self, entrant: Entrant) -> bool:
         """Whether a tenant has ended in an earlier run, which is then said of it. Collective."""
-        if entrant.file in self.replaced or not self._job.recipe.checkpoint.resume or self._row_of(entrant):
+        if entrant.file in self.replaced or self._row_of(entrant):
+            return False
+        if self._saved and self._saved.in_memory:
+            if entrant.name in self._saved.in_memory.ended:
+                self.ended[entrant.name] = self._saved.in_memory.ended[entrant.name]
+            return entrant.name in self.ended
+        if not self._job.recipe.checkpoint.resume:
             return False
         past = from_first(lambda: self._output.past(entrant.name, entrant.digest), "job")
         if past is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,5 +38,5 @@ def generate(
         lacking = "--prompts" if prompts is None else "--out"
         raise EvenloadError("generate reads prompts and writes samples", f"no {lacking}", f"add {lacking} FILE")
     chosen, number = load(recipe, overrides), number_of_word(samples, "--samples", SIZE)
-    how = {"prompts": prompts, "out": out, "samples": number, "checkpoint": checkpoint, "tenant": tenant}
+    how: dict[str, Any] = {"prompts": prompts, "out": out, "samples": number, "checkpoint": checkpoint, "tenant": tenant}
     run_ranks(GENERATE, chosen, nproc, as_json, table, **how)

@@ -188,13 +188,11 @@ class Adapters:
         return [(one, one.place.part_of(wholes[one.name], one.kind)) for one in tenant.matrices]
 
     def norms(self, numbers: Sequence[int]) -> dict[int, float]:
-        """Norm of each tenant's summed gradient over the whole model, by number; the first replica's on all of them,
-        since another one adds up in another order. Collective."""
+        """Norm of each tenant's summed gradient over the whole model, by number. Collective over the model."""
         if not numbers:
             return {}
         squares = torch.stack([self._tenants[number].squares(counts=self._peers.counts) for number in numbers])
-        norms = dict(zip(numbers, self._peers.sum_over_model(squares).sqrt().tolist(), strict=True))
-        return everyone(norms, "job")[0] if job_group() else norms
+        return dict(zip(numbers, self._peers.sum_over_model(squares).sqrt().tolist(), strict=True))
 
     @torch.no_grad()
     def update(self, rates: Mapping[int, float], norms: Mapping[int, float]) -> None:

@@ -22,10 +22,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -35,6 +35,9 @@ from ...core.machine.replicas import Member, Roster
 from .agreement import from_first, gather_bytes
 from .replicas import Changing, JobGroup, ReplicasChangedError, job_group, join, lead
 from .variables import LIFE, MEETING_PLACE, REPLICA
+
+if TYPE_CHECKING:
+    from .world import World
 
 _PREFIX = "evenload/replicas"
 _LOOK_S = 0.1
@@ -56,13 +59,13 @@ class Standing(NamedTuple):
 class Membership:
     """This replica in its job. All methods are collective over the replica's ranks.
 
-    ``waits``: told every second while this rank waits for other replicas.
+    ``shapes``: of the replicas, by their numbers. ``waits``: told every second while this rank waits for others.
     """
 
-    def __init__(self, shape: Mapping[str, Any], timeout: timedelta, waits: Callable[[], object]) -> None:
+    def __init__(self, shapes: Sequence[Mapping[str, Any]], timeout: timedelta, waits: Callable[[], object]) -> None:
         self._place = place = os.environ[MEETING_PLACE]
         self.number = int(os.environ[REPLICA])
-        self._shape, self._timeout, self._waits = dict(shape), timeout, waits
+        self._shape, self._timeout, self._waits = dict(shapes[self.number]), timeout, waits
         self.store = PrefixStore(_PREFIX, _connected(place))
         self.life = from_first(self._life)
         self.roster = Roster(0, ())
@@ -74,7 +77,8 @@ class Membership:
         """Of the newest roster, from when its members have met until `begin`."""
         self._standings: list[Standing] = []
         self._watched = PrefixStore(_PREFIX, _connected(place))
-        threading.Thread(target=self._watch, name="evenload-replicas", daemon=True).start()
+        self._watch_thread = threading.Thread(target=self._watch, name="evenload-replicas", daemon=True)
+        self._watch_thread.start()
 
     def _life(self) -> int:
         told = os.environ.get(LIFE)
@@ -113,10 +117,14 @@ class Membership:
 
     def meet(self) -> list[Standing]:
         """Meet in the newest roster, waiting for one that is newer than what has begun: how far every rank of the job
-        is. Raises EvenloadError where the job refuses this replica, or goes on without it."""
+        is; nothing where the job is done. Raises EvenloadError where the job refuses this replica, or goes on without
+        it."""
         join(None)
         while self._group is None:
-            self.roster = from_first(self._next)
+            roster = from_first(self._next)
+            if roster is None:
+                return []
+            self.roster = roster
             self._group = self._made()
             if self._group is not None:
                 try:
@@ -134,13 +142,16 @@ class Membership:
         """This replica has the state after so many steps."""
         self._standing = Standing(step)
 
-    def leave(self) -> None:
-        """The work is done."""
+    def leave(self, result: str | None) -> None:
+        """The work is done; ``result``: that of the job, on the rank that leads."""
+        if result is not None:
+            self.store.set("result", result)
         self._done = True
+        self._watch_thread.join()
         join(None)
 
-    def _next(self) -> Roster:
-        """The first roster after this replica's that it takes part in."""
+    def _next(self) -> Roster | None:
+        """The first roster after this replica's that it takes part in; None: the job is done."""
         own, began_s = (self.number, self.life), time.monotonic()
         while True:
             latest = self._latest
@@ -149,6 +160,8 @@ class Membership:
                     return latest
                 if self.roster.place_of(*own) is not None:
                     raise _left_out(self.number)
+            if self.store.check(["result"]):
+                return None
             if self.store.check([f"refused/{own[0]}/{own[1]}"]):
                 raise EvenloadError(*json.loads(self.store.get(f"refused/{own[0]}/{own[1]}")))
             if time.monotonic() - began_s > _BEAT_S:
@@ -197,14 +210,11 @@ class Membership:
         """Hear of rosters, and beat."""
         beat_s, beats, own = 0.0, 0, (self.number, self.life)
         try:
-            while True:
+            while not self._done:
                 if self._watched.check(["latest"]):
                     self._latest = Roster.decode(self._watched.get("latest"))
-                    if (
-                        not self._done
-                        and self.roster.place_of(*own) is not None
-                        and self._latest.place_of(*own) is None
-                    ):
+                    took_part = self.roster.place_of(*own) is not None and not self._done
+                    if took_part and self._latest.place_of(*own) is None:
                         _end(f"evenload: {_left_out(self.number)}")
                 if self._watched.check(["waiting"]):
                     self._waiting = int(self._watched.get("waiting"))
@@ -225,13 +235,25 @@ def membership() -> Membership | None:
     return _membership
 
 
-def take_part(shape: Mapping[str, Any], timeout_s: float, waits: Callable[[], object]) -> Membership | None:
-    """Become known to the job that the environment names, if it names one. Collective over the replica."""
+def own_replica(world: World) -> int:
+    """The number in the recipe of the replica that a rank is of."""
+    return _membership.number if _membership else world.replica
+
+
+def own_place(roster: Roster) -> int:
+    """The place of this process's replica among those that take part."""
+    assert _membership is not None
+    place = roster.place_of(_membership.number, _membership.life)
+    assert place is not None
+    return place
+
+
+def take_part(shapes: Sequence[Mapping[str, Any]], timeout_s: float, waits: Callable[[], object]) -> Membership:
+    """Become known to the job that the environment names; ``shapes``: of its replicas, by their numbers. Collective
+    over the replica."""
     global _membership
-    _membership = None
-    if MEETING_PLACE in os.environ:
-        lead(False)  # until the others are met
-        _membership = Membership(shape, timedelta(seconds=timeout_s), waits)
+    lead(False)  # until the others are met
+    _membership = Membership(shapes, timedelta(seconds=timeout_s), waits)
     return _membership
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ...core.errors import EvenloadError
-from ...core.planning.planner import Planned
 from ...data.content import are_same
 from ...data.mixed import MixedSource
 from ...data.sources import Source
@@ -78,19 +77,20 @@ def keep(
     job: Job,
     root: Path,
     step: int,
-    planned: Planned,
+    order: Mapping[str, Any],
     more: Mapping[str, Any] | None = None,
     background: Background | None = None,
     *,
     most: int | None = None,
 ) -> None:
     """Write a checkpoint after a step, with ``more`` state of the run, or begin to in the ``background``. Collective.
+    ``order``: the draw's state (`Draw.state`).
 
     ``most`` checkpoints stay, where that is another number than the recipe's. The batch that is planned ahead was not
     trained on, and is drawn again. Raises RankError if it could not be written; the last good one is untouched.
     """
     data = fingerprints_of(job.source)
-    state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
+    state = {"order": order, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
     with job.watchdog.working("saving the checkpoint", step):
         most = most or job.recipe.checkpoint.keep
         if background is not None:
@@ -106,27 +106,27 @@ class Keeper(NamedTuple):
     background: Background | None
 
     def after(
-        self, step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool, last: bool
+        self, step: int, order: Mapping[str, Any], state: Callable[[], Mapping[str, Any]], *, best: bool, last: bool
     ) -> None:
-        """Do what is due after a step. ``state``: gives what a checkpoint keeps of the run; ``best``: the step has the
-        lowest validation loss so far; ``last``: the run ends early with it. Collective."""
-        if self.job.world.replica:  # the first one writes what all hold
+        """Do what is due after a step. ``order``: as in `keep`; ``state``: gives what a checkpoint keeps of the run;
+        ``best``: the step has the lowest validation loss so far; ``last``: the run ends early with it. Collective."""
+        if self.job.replicas.own:  # the first one writes what all hold
             return
         if self.background:
             self.background.look()
         config, done = self.job.recipe.checkpoint, step + 1
         due = last or done % config.every == 0 or done == self.job.recipe.train.steps
         if config.dir and config.best and best:
-            keep(self.job, config.dir / BEST, step, planned, state(), self.background, most=1)
+            keep(self.job, config.dir / BEST, step, order, state(), self.background, most=1)
         if config.dir and due:
-            keep(self.job, config.dir, step, planned, state(), self.background)
+            keep(self.job, config.dir, step, order, state(), self.background)
 
 
 @contextmanager
 def keeping(job: Job) -> Iterator[Keeper]:
     """Keeps the checkpoints that the recipe asks for; at the end all are written. Collective."""
     config = job.recipe.checkpoint
-    writes = config.background and config.dir is not None and job.world.replica == 0
+    writes = config.background and config.dir is not None and job.replicas.own == 0
     with Background(job) if writes else nullcontext() as background:
         yield Keeper(job, background)
 

@@ -77,4 +77,4 @@ class Elastic(NamedTuple):
             do = "under torchrun or srun start each replica with --replica N --meet HOST:PORT, and hold the meeting "
             raise EvenloadError(what, "RANK is set", f"{do}place by --elastic --replica 0 --meet HOST:PORT elsewhere")
         self.refuse(recipe, None, ())
-        environment |= {MEETING_PLACE: self.meet, REPLICA: str(self.replica)}
+        environment.update({MEETING_PLACE: self.meet, REPLICA: str(self.replica)})

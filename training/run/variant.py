@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +35,7 @@ from ..stragglers import Stragglers
 class Variant:
     """A trainer and the rows of the steps that it has trained."""
 
-    def __init__(self, job: Job, name: str, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, job: Job, name: str, state: Mapping[str, Any] | None, rows: Sequence[StepRow] = ()) -> None:
         self.job, self.name = job, name
         job.host.scores_steps = job.domains is not None
         chain = replace(job.chain, instead="" if name == OURS else name)
@@ -44,7 +44,7 @@ class Variant:
         """What it learns from its steps."""
         if state is not None:
             self.hooks.restore(state)
-        self.rows: list[StepRow] = []
+        self.rows = list(rows)
         self.exercised = Exercised()
         self.same_plans = True
         """Whether it planned every step as evenload did."""
@@ -67,7 +67,7 @@ class Variant:
                 warn_of_no_trees(self.job.recipe, "no samples of it that begin alike are planned as trees")
         if predicted_step and len(self.rows) > 1:
             self._stragglers.note(step, taken, predicted_step.busy_s)
-        begins = len(self.rows) <= 2
+        begins = len(self.rows) <= 2 or taken.busy_s.shape != self._busy_s.shape
         self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
         self._seconds = taken.step_s if begins else self._seconds + taken.step_s
         return TrainedStep(step, replace(planned, draw=whole_of(planned.draw)), taken, predicted_step)

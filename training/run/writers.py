@@ -28,6 +28,10 @@ _IN_A_BOARD = {"shares": "share", "objective": "objective"}
 """What boards call a number of a domain that a policy has answered."""
 
 
+_LOOKED_AT = 1 << 22
+"""Bytes at the end of a log in which its last rows are looked for."""
+
+
 class Entry(NamedTuple):
     """What logs get at once."""
 
@@ -44,9 +48,10 @@ Write = Callable[[Entry], None]
 
 
 @contextmanager
-def writer(recipe: Recipe, *, is_rank0: bool, first: int = 0) -> Iterator[Write]:
+def writer(recipe: Recipe, *, is_rank0: bool, first: int = 0, again: Entry | None = None) -> Iterator[Write]:
     """Writes entries to every log that the recipe names; on a rank that does not lead to none. ``first``: the step that
-    the run begins or goes on with.
+    the run begins or goes on with; ``again``: it goes on from memory, and this was to be
+    told last, which a rank that is gone may not have done.
 
     A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
     is worth a training run.
@@ -60,7 +65,7 @@ def writer(recipe: Recipe, *, is_rank0: bool, first: int = 0) -> Iterator[Write]
             writers["log.wandb"] = open_logs.enter_context(_project(log.wandb, recipe))
         if is_rank0 and log.jsonl:
             writers["log.jsonl"] = open_logs.enter_context(
-                _lines(log.jsonl, first, resumes=recipe.checkpoint.dir is not None)
+                _lines(log.jsonl, first, resumes=recipe.checkpoint.dir is not None, again=again)
             )
 
         def write(entry: Entry) -> None:
@@ -149,12 +154,12 @@ def _project(project: str, recipe: Recipe) -> Iterator[Write]:
 
 
 @contextmanager
-def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
+def _lines(path: Path, first: int, *, resumes: bool, again: Entry | None) -> Iterator[Write]:
     """Rows that a killed run wrote after its last checkpoint are cut off; those of a run that ``resumes`` nothing and
     begins anew make place, and stay in ``PATH.before``."""
     with refusing_unwritable("log.jsonl", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resumes and path.is_file() and path.stat().st_size:
+        if (again or resumes) and path.is_file() and path.stat().st_size:
             _cut(path, first) if first else os.replace(path, path.with_name(f"{path.name}.before"))
         # A pipe that nobody reads is refused, and not waited for.
         file = open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
@@ -163,9 +168,23 @@ def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
         file.write(to_json(entry.line) + "\n")
         file.flush()
 
+    if again and again.step not in _last_steps(path):
+        write(again)
     yield write
     with suppress(OSError):
         file.close()
+
+
+def _last_steps(path: Path) -> set[int]:
+    """The steps that the end of a log has rows of."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOOKED_AT))
+        lines = file.read().splitlines()
+    steps = set()
+    for line in lines:
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):
+            steps.add(json.loads(line).get("step"))
+    return steps
 
 
 def _cut(path: Path, first: int) -> None:

@@ -101,7 +101,7 @@ class _Proof:
             self._reach(beside, history.newest(job.chain))
             if folder is not None:
                 if job.world.replica == 0:
-                    keep(job, folder, last - 1, last_planned, StepHooks([history]).state(planner))
+                    keep(job, folder, last - 1, last_planned.draw.state, StepHooks([history]).state(planner))
                 everyone(None, "job")
             beside.plain.close()
         if folder is not None:

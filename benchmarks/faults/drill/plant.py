@@ -2,7 +2,7 @@
 
 `Watchdog.at` and torch's collectives are wrapped. A fault is a JSON object, in the environment as ``EVENLOAD_FAULT``:
 
-    rank         the victim
+    rank         the victim; replica: of which, where replicas come and go
     how          kill | stop | raise | hang | slow | nan | disk, terminate: SIGTERM to the launcher, as of a scheduler;
                  or trace: nothing but a list of the collectives called
     at, where    "mark": when the victim marks a place that begins so; "call": when it is about to call this function of
@@ -164,6 +164,9 @@ def _calling(real: Callable[..., Any], name: str, planted: Planted) -> Callable[
 
 def plant_from_environment() -> None:
     """In the victim, whichever process that is."""
-    text = os.environ.get(VARIABLE)
-    if text and os.environ.get("RANK") == str(json.loads(text)["rank"]):
-        plant(json.loads(text))
+    fault = json.loads(os.environ.get(VARIABLE, "null"))
+    if fault and (os.environ.get("RANK"), os.environ.get("EVENLOAD_REPLICA")) == (
+        str(fault["rank"]),
+        fault.get("replica"),
+    ):
+        plant(fault)

@@ -20,7 +20,7 @@ from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.lookup import sum_in_float32
-from ....runtime.world.replicas import job_group
+from ....runtime.world.replicas import is_replica
 from ..base.setup import check_recipe
 from ..base.traits import layers_of_stages
 from .attention import packed_layer_spec, stock_layer_spec
@@ -171,7 +171,7 @@ def build_optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
         adam_beta1=train.betas[0],
         adam_beta2=train.betas[1],
         adam_eps=train.eps,
-        clip_grad=0.0 if exact or job_group() else train.clip_grad,
+        clip_grad=0.0 if exact or is_replica() else train.clip_grad,
         bf16=train.dtype == "bf16",
         params_dtype=DTYPES[train.dtype],
         use_distributed_optimizer=uses_distributed_optimizer(recipe),

@@ -91,6 +91,15 @@ def _held(part: Any, parameter: nn.Parameter) -> tuple[list[Tensor], slice]:
     return [own, state["exp_avg"], state["exp_avg_sq"]] if state else [], slice(None)
 
 
+@torch.no_grad()
+def write_row(optimizer: Any, parameter: nn.Parameter, number: int, row: Tensor) -> None:
+    """Set one row of what `rows_of` gives, each rank its own part of it."""
+    for part in parts_of(optimizer):
+        tensors, own = _held(part, parameter)
+        if tensors:
+            tensors[number].copy_(row[own].view_as(tensors[number]))
+
+
 @contextmanager
 def states_in_their_places(optimizer: Any) -> Iterator[None]:
     """Holds around ``sharded_state_dict`` of a Megatron optimizer, chained or not."""

@@ -25,6 +25,7 @@ from ....data.sources import Source
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
+from ....runtime.world.roster import own_replica
 from ....runtime.world.world import World
 from ....training.job import VerbJob, host_until_end, labels_of
 from ....training.replicas import Replicas, without_targets
@@ -128,7 +129,8 @@ def open_trainer(
 ) -> Iterator[TenantJob]:
     """Open the trainer on the ranks of a world. Collective."""
     ready = preflights(recipe, needs_tenants=needs_tenants, world_size=world.size)
-    own, replicas = ready[world.replica], Replicas([one.chain for one in ready], world.replica)
+    number = own_replica(world)
+    own, replicas = ready[number], Replicas([one.chain for one in ready], number)
     with host_until_end(own.recipe, world, watchdog) as host:
         yield TenantJob(own.recipe, world, host, own.chain, watchdog, replicas=replicas)
 

@@ -66,6 +66,12 @@ class Output:
             with self._giving_up(tenant.name), open(self.folder(tenant) / METRICS, "a", opener=_open) as file:
                 file.write(to_json(dict(row)) + "\n")
 
+    def row_again(self, tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
+        """Add the line of a tenant's last step, if a rank that is gone has not."""
+        path = self.folder(tenant) / METRICS
+        if self._job.is_rank0 and not (reading.is_file(path) and _has_step(path, row["step"])):
+            self.row(tenant, row)
+
     def status(self, tenant: ActiveTenant, *, now: bool = True) -> None:
         """Say how a tenant stands; unless ``now``, at most once a second."""
         due = now or time.monotonic() - self._said.get(tenant.name, 0.0) > _STATUS_EVERY_S
@@ -129,6 +135,11 @@ def _cut(path: Path, step: int) -> None:
             lines = takewhile(lambda line: len(line) < _MOST_LINE, iter(lambda: file.readline(_MOST_LINE), ""))
             kept = [line.rstrip("\n") for line in lines if _is_behind(line, step)]
         write_whole(path, "".join(f"{line}\n" for line in kept))
+
+
+def _has_step(path: Path, step: int) -> bool:
+    lines = path.read_text(errors="replace").splitlines()
+    return any(not _is_behind(line, step) for line in lines if "evaluation" not in line)
 
 
 def _open(path: str, flags: int) -> int:

@@ -8,7 +8,7 @@ Tensors are whole, so a tenant goes on with another layout, world or trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ....runtime.adapters.places import AdapterState
 from ....runtime.world.agreement import all_or_none
 from ....training.checkpoint import checkpoints
 from ....training.job import logger
+from ....training.run.writers import Entry
 from ..arrivals.job import TenantJob
 from ..state.tenant import ActiveTenant
 
@@ -29,6 +30,21 @@ OPTIMIZER = "optimizer.safetensors"
 _FIRST, _SECOND = "first.", "second."
 _MOST_LOSSES = 4096
 _KEPT = ("number", "name", "file", "digest", "steps", "until", "step", "best", "best_step", "tokens", "seconds")
+
+
+class InMemory(NamedTuple):
+    """What a job goes on with whose replicas have changed, besides what a checkpoint says."""
+
+    states: Mapping[str, AdapterState]
+    """Adapters by the tenants' names."""
+    ended: Mapping[str, Mapping[str, Any]]
+    """How tenants have ended, by name."""
+    unfinished: tuple[str, ...]
+    """Tenants that were trained in the last step, and of which nobody has said whether that was their last one."""
+    rows: Sequence[Any]
+    """Of all steps."""
+    told: tuple[Entry, Mapping[str, Mapping[str, Any]]] | None
+    """What logs get of the last step, and what its tenants' own get."""
 
 
 class Saved(NamedTuple):
@@ -39,12 +55,17 @@ class Saved(NamedTuple):
     tenants: Mapping[str, Mapping[str, Any]]
     """Rows of tenants by their names."""
     next_number: int
-    folder: Path
+    folder: Path | None
+    """None: it is no checkpoint, but what a job has in memory, whose replicas have changed."""
     races: Mapping[str, Any]
     """How far sweeps have come, by name."""
+    in_memory: InMemory | None = None
 
     def adapter(self, name: str, steps: int) -> AdapterState:
         """The adapter of a tenant with its moments. Raises EvenloadError."""
+        if self.folder is None:
+            assert self.in_memory is not None
+            return self.in_memory.states[name]
         folder = self.folder / "trainer" / name
         _, weights = read_adapter(folder)
         moments = load_file(folder / OPTIMIZER)
@@ -78,7 +99,7 @@ def save(
     state = {"tenants": rows, "recipe": job.recipe.model_dump(mode="json"), **more}
 
     def save_all() -> None:
-        if job.world.replica == 0:  # the others hold the same adapters
+        if job.replicas.own == 0:  # the others hold the same adapters
             checkpoints.save(root, step, state, write, job.recipe.checkpoint.keep)
 
     with job.watchdog.working("saving the checkpoint", step):
