@@ -222,7 +222,7 @@ def forged(forge: Callable[[str], Forge]) -> Callable[..., Done]:
 @pytest.fixture
 def launched_by_forge(forged: Callable[..., Done], tmp_path: Path) -> Callable[..., Any]:
     """In place of `launch.launch`: ranks are forks of a forge, not interpreters that begin anew."""
-    from evenload.training.launching.launch import RanksFailed
+    from evenload.training.launching.processes import RanksFailed
 
     def launch(words: list[str], num_ranks: int, *_: Any) -> Any:
         done = forged(tmp_path, *words, "--json", ranks=num_ranks)

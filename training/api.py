@@ -15,7 +15,8 @@ from ..core.errors import RankError
 from ..core.input.bounds import LOCAL_RANKS, REPEATS, whole_number
 from ..core.recipe.recipe import Recipe
 from ..runtime.world.schedulers import adopt
-from .launching.launch import RanksFailed, on_ranks
+from .launching.launch import on_ranks
+from .launching.processes import RanksFailed
 from .progress import Progress, silent
 from .verbs import TRAIN, VERIFY, RankWork
 

@@ -88,9 +88,9 @@ def of_all_replicas(planned: Planned, step: int, busy_s: float, step_s: float, s
     """What this replica knows of a step, as all of them do: the seconds of its busiest and of its slowest rank, and its
     stop code. Collective over the job. Raises RankError where replicas have drawn or dealt different batches."""
     job, part = job_group(), planned.draw.part
-    if job is None or part is None:
+    if job is None or (part is None and job.changing is None):
         return JobStep((), step_s, stop_code)
-    lengths = planned.plan.lengths[: len(planned.plan.lengths) if part.counts else 0]
+    lengths = planned.plan.lengths[: len(planned.plan.lengths) if part is None or part.counts else 0]
     predicted_s = outcome_of(planned.plan, planned.chain.context).step_s
     own = ReplicaRow(job.numbers[job.place.replica], len(lengths), int(lengths.sum()), busy_s, predicted_s)
     digest = digest_of(planned.draw)

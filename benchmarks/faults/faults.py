@@ -1,6 +1,6 @@
 """A drill: jobs that fail on purpose, in every phase, and what they leave. Measured.
 
-    python benchmarks/faults/faults.py [--quick | --restarts] [--only TEXT] [--json] [--out FILE]
+    python benchmarks/faults/faults.py [--quick | --restarts | --replicas] [--only TEXT] [--json] [--out FILE]
 
 Two ranks train six steps of a tiny model, with a checkpoint every other step. In the fourth step, or while they start
 or resume, one rank is killed, stopped, raises, hangs, is slow, gets a value that is no number, or finds its disk full
@@ -18,6 +18,9 @@ lost, twice    samples, over all six steps
 
 With --restarts the job runs under ``torchrun --max-restarts 2`` instead, with one agent and with two, rank 1 is killed
 once, at ten moments, and nobody starts anything again (`drill/restarts.py`).
+
+With --replicas the job has two replicas that come and go (`drill/replicas.py`), and the seconds are from the fault
+to the next step.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from typing import Any
 from evenload.benchmarks.frame import columns, main, options
 
 sys.path.append(str(Path(__file__).with_name("drill")))
+import replicas
 import restarts
 from cases import SETTINGS, Case, cases_of, quick_cases
 from evenload.commands.tables.show import grid
@@ -44,6 +48,8 @@ MOST_ROWS = 40
 
 def table(data: dict[str, Any]) -> Any:
     """All cases where these are few, else what they come to and those that are not as they should be."""
+    if "restart_s" in data:
+        return replicas_table(data)
     if "disk" not in data:
         return restarts_table(data)
     if len(data["cases"]) <= MOST_ROWS:
@@ -98,6 +104,36 @@ def restarts_table(data: dict[str, Any]) -> Any:
     return columns("torchrun --max-restarts 2", data["cases"], cells, caption)
 
 
+def replicas_table(data: dict[str, Any]) -> Any:
+    cells = {
+        "case": "{case}",
+        "seconds": lambda row: row["seconds"],
+        "steps alone": "{steps_alone}",
+        "came back": lambda row: "yes" if row["came_back"] else "no",
+        "lost": "{lost}",
+        "twice": "{repeated}",
+        "losses apart": lambda row: row["loss_apart"],
+        "not as it should be": lambda row: ", ".join(row["faults"]) or "-",
+    }
+    wrong = sum(bool(row["faults"]) for row in data["cases"])
+    restart = f"torchrun's restart from a checkpoint took {data['restart_s']} s to the next step"
+    return columns(
+        "replicas", data["cases"], cells, f"{len(data['cases'])} cases, {wrong} not as they should; {restart}"
+    )
+
+
+def lost_and_back(only: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of --replicas."""
+    references: dict[str, Path] = {}
+    for fault in replicas.faults():
+        if only in fault.name:
+            if fault.kind not in references:
+                references[fault.kind] = replicas.undisturbed(fault.kind, folder)
+            row = replicas.run(fault, folder, references[fault.kind])
+            print(f"{row['seconds']} s  {row['case']}: {row['faults'] or 'fine'}", file=sys.stderr)
+            yield row
+
+
 def restarted(only: str, folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of --restarts."""
     reference = None
@@ -120,6 +156,11 @@ def benchmark(asked: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="evenload-drill-") as folder:
         if asked.restarts:
             return {"cases": list(restarted(asked.only, Path(folder)))}
+        if asked.replicas:
+            return {
+                "cases": list(lost_and_back(asked.only, Path(folder))),
+                "restart_s": replicas.restart_s(Path(folder)),
+            }
         with closing(Drill(Path(folder))) as drill:
             rows = []
             for case in quick_cases() if asked.quick else all_cases(drill, asked.only):
@@ -131,4 +172,4 @@ def benchmark(asked: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(options(__doc__, quick=False, restarts=False, only=""), benchmark, table)
+    main(options(__doc__, quick=False, restarts=False, replicas=False, only=""), benchmark, table)

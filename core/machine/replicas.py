@@ -36,7 +36,7 @@ def named_rank(sizes: Sequence[int], rank: int, numbers: Sequence[int] = ()) -> 
     return f"{rank} (replica {numbers[replica] if numbers else replica})"
 
 
-class Member(NamedTuple):
+class RosterMember(NamedTuple):
     """A replica that takes part in a job whose replicas come and go."""
 
     number: int
@@ -53,7 +53,7 @@ class Roster(NamedTuple):
 
     number: int
     """Rosters are counted from 1."""
-    members: tuple[Member, ...]
+    members: tuple[RosterMember, ...]
     """By their numbers."""
 
     def encode(self) -> str:
@@ -62,7 +62,7 @@ class Roster(NamedTuple):
     @classmethod
     def decode(cls, text: bytes | str) -> Roster:
         number, members = json.loads(text)
-        return cls(number, tuple(Member(*one) for one in members))
+        return cls(number, tuple(RosterMember(*one) for one in members))
 
     def place_of(self, number: int, life: int) -> int | None:
         """The place of a replica among those that take part; None: it does not."""

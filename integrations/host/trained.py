@@ -125,10 +125,6 @@ class Trainable(ABC):
     def describe(self) -> dict[str, Any]:
         """What it adds to the host's log line."""
 
-    def receive(self, across: JobGroup, source: int) -> None:
-        """Have what the replica of one rank of the job has after its last step. Collective over the job."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Release what was added to the model."""
         return
@@ -147,13 +143,17 @@ class Weights(Trainable):
 
 
 class Snapshots(Weights):
-    """Weights whose checkpoints can be written while training goes on (``checkpoint.background``); the traits of other
-    trainers refuse that setting."""
+    """Weights whose checkpoints can be written while training goes on (``checkpoint.background``), and that replicas
+    which come later can have; the traits of other trainers refuse both."""
 
     @abstractmethod
     def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
         """Copy what `save` would write; the call that writes it, from any thread. Collective, and that call is so over
         ``group``."""
+
+    @abstractmethod
+    def receive(self, across: JobGroup, source: int) -> None:
+        """Have what the replica of one rank of the job has after its last step. Collective over the job."""
 
 
 @contextmanager

@@ -78,8 +78,8 @@ class TenantLoop:
         """Steps of the job so far."""
         in_memory = saved.in_memory if saved else None
         self.rows: list[JobRow] = list(in_memory.rows if in_memory else ())
-        self._told = in_memory.told if in_memory else None
-        self._tells_again = bool(self._told)
+        self._last_rows = in_memory.last_rows if in_memory else None
+        self._repeats_rows = bool(self._last_rows)
         self.ended_early = ""
         """Why, where a signal or the job's minutes ended it."""
         self._stops = self._idles = False
@@ -148,10 +148,10 @@ class TenantLoop:
     def _finish(self) -> None:
         """Do what the last step has left undone where a replica was lost after it. Collective."""
         here = {tenant.name: tenant for tenant in self.members.here}
-        if self._tells_again and self._told:
-            for name in here.keys() & self._told[1].keys():
-                self._output.row_again(here[name], self._told[1][name])
-        self._tells_again = False
+        if self._repeats_rows and self._last_rows:
+            for name in here.keys() & self._last_rows[1].keys():
+                self._output.row_again(here[name], self._last_rows[1][name])
+        self._repeats_rows = False
         unfinished = [here[name] for name in sorted(self.members.unfinished & here.keys())]
         if unfinished:
             self._end(unfinished, {})
@@ -160,7 +160,7 @@ class TenantLoop:
         """What the job goes on with when its replicas have changed. Collective over the replica."""
         members = self.members
         rows, states, ended = members.in_memory()
-        more = InMemory(states, ended, tuple(members.unfinished), self.rows, self._told)
+        more = InMemory(states, ended, tuple(members.unfinished), self.rows, self._last_rows)
         return Saved(self.step, rows, members.next_number, None, self.sweeps.state(), more)
 
     def _train(self, planned: Planned) -> None:
@@ -228,8 +228,8 @@ class TenantLoop:
         row = JobRow.of(self.step, planned, taken, **more)
         self.rows.append(row)
         own = {t.name: tenant_row(t, planned, taken, rates[t.number]) for t in tenants}
-        self._told = entry_of_step(row, own), own
-        self._write(self._told[0])
+        self._last_rows = entry_of_step(row, own), own
+        self._write(self._last_rows[0])
         for tenant in tenants:
             self._output.row(tenant, own[tenant.name])
             self._output.status(tenant, now=False)

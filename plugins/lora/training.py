@@ -50,11 +50,15 @@ def _folders(recipe: Recipe) -> tuple[Path | None, ...]:
     return recipe.checkpoint.dir, out_of(recipe)
 
 
-class Run:
+class TenantRun:
     """Steps of a job, by this replica with the others that are there (`training.eras`)."""
 
     def __init__(self, job: TenantJob, asked: Recipe, progress: Progress) -> None:
-        self.job, self._asked, self._progress = job, asked, progress
+        self.job = job
+        self._asked = asked
+        self._progress = progress
+        self.chains = dict(enumerate(job.replicas.chains))
+        """Of all replicas that have taken part, by their numbers."""
         self._saved: Saved | None = None
         self.loop: TenantLoop | None = None
 
@@ -69,18 +73,20 @@ class Run:
         """All steps, from a state in memory or the checkpoint that is there. Collective."""
         if roster is not None:
             chains = [one.chain for one in preflights(recipe_of(self._asked, roster), needs_tenants=False)]
+            self.chains |= dict(zip((one.number for one in roster.members), chains, strict=True))
             self.job = replace(self.job, replicas=Replicas(chains, own_place(roster)), samples=TenantSamples())
         job = self.job
-        self._saved, self.loop = state or saving.resume(job), None
+        self._saved = state or saving.resume(job)
+        self.loop = None
         for number in job.host.adapters.numbers:
             job.host.adapters.leave(number)
         first = self._saved.step if self._saved else 0
         begins(first)
-        told = state.in_memory.told if state and state.in_memory else None
+        last_rows = state.in_memory.last_rows if state and state.in_memory else None
         with ExitStack() as opened:
             if roster is not None:
                 opened.enter_context(folder_lock(*_folders(self._asked)))
-            log = writer(job.recipe, is_rank0=job.is_rank0, first=first, again=told[0] if told else None)
+            log = writer(job.recipe, is_rank0=job.is_rank0, first=first, again=last_rows[0] if last_rows else None)
             write = opened.enter_context(log)
             ending = opened.enter_context(listening(job.recipe))
             collect = opened.enter_context(collected(job.recipe.train.gc_every))
@@ -91,7 +97,7 @@ class Run:
 
 
 def _trained(job: TenantJob, asked: Recipe, progress: Progress) -> dict[str, Any]:
-    run = Run(job, asked, progress)
+    run = TenantRun(job, asked, progress)
     if member := membership():
         member.arrive(about(asked))
     loop = in_eras(job.watchdog, run.work, run.state, run.receive)
@@ -106,7 +112,7 @@ def _trained(job: TenantJob, asked: Recipe, progress: Progress) -> dict[str, Any
         "tenants": [*members.ended.values(), *(tenant.status() for tenant in members.tenants)],
         "refused": {name: str(error) for name, error in members.invalid_files.items()},
         "sweeps": list(loop.sweeps.rankings.values()),
-        "replicas": totals_of_replicas(loop.rows, job.replicas.chains),
+        "replicas": totals_of_replicas(loop.rows, run.chains),
         "steps": [asdict(row) for row in loop.rows],
     }
 

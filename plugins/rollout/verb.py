@@ -38,5 +38,11 @@ def generate(
         lacking = "--prompts" if prompts is None else "--out"
         raise EvenloadError("generate reads prompts and writes samples", f"no {lacking}", f"add {lacking} FILE")
     chosen, number = load(recipe, overrides), number_of_word(samples, "--samples", SIZE)
-    how: dict[str, Any] = {"prompts": prompts, "out": out, "samples": number, "checkpoint": checkpoint, "tenant": tenant}
+    how: dict[str, Any] = {
+        "prompts": prompts,
+        "out": out,
+        "samples": number,
+        "checkpoint": checkpoint,
+        "tenant": tenant,
+    }
     run_ranks(GENERATE, chosen, nproc, as_json, table, **how)

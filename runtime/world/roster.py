@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ...core.errors import EvenloadError, RankError
-from ...core.machine.replicas import Member, Roster
+from ...core.machine.replicas import Roster, RosterMember
 from .agreement import from_first, gather_bytes
 from .replicas import Changing, JobGroup, ReplicasChangedError, job_group, join, lead
 from .variables import LIFE, MEETING_PLACE, REPLICA
@@ -65,7 +65,9 @@ class Membership:
     def __init__(self, shapes: Sequence[Mapping[str, Any]], timeout: timedelta, waits: Callable[[], object]) -> None:
         self._place = place = os.environ[MEETING_PLACE]
         self.number = int(os.environ[REPLICA])
-        self._shape, self._timeout, self._waits = dict(shapes[self.number]), timeout, waits
+        self._shape = dict(shapes[self.number])
+        self._timeout = timeout
+        self._waits = waits
         self.store = PrefixStore(_PREFIX, _connected(place))
         self.life = from_first(self._life)
         self.roster = Roster(0, ())
@@ -81,8 +83,8 @@ class Membership:
         self._watch_thread.start()
 
     def _life(self) -> int:
-        told = os.environ.get(LIFE)
-        return int(told) if told else int(self.store.add(f"lives/{self.number}", 1))
+        life = os.environ.get(LIFE)
+        return int(life) if life else int(self.store.add(f"lives/{self.number}", 1))
 
     @property
     def has_state(self) -> bool:
@@ -110,7 +112,10 @@ class Membership:
 
     def arrive(self, about: Mapping[str, Any]) -> None:
         """Say that this replica can take part; ``about``: what has to be the same in all of them."""
-        arrival = {"member": Member(self.number, self.life, dist.get_world_size(), self._shape), "about": dict(about)}
+        arrival = {
+            "member": RosterMember(self.number, self.life, dist.get_world_size(), self._shape),
+            "about": dict(about),
+        }
         if dist.get_rank() == 0:
             place = self.store.add("arrivals", 1) - 1
             self.store.set(f"arrival/{place}", json.dumps(arrival))
@@ -125,7 +130,7 @@ class Membership:
             if roster is None:
                 return []
             self.roster = roster
-            self._group = self._made()
+            self._group = self._across()
             if self._group is not None:
                 try:
                     self._standings = self._group.everyone(self._standing)
@@ -169,9 +174,9 @@ class Membership:
                 began_s = time.monotonic()
             time.sleep(_LOOK_S / 4)
 
-    def _made(self) -> JobGroup | None:
+    def _across(self) -> JobGroup | None:
         """The group of the roster; None where its members change before they have all come."""
-        roster, made = self.roster, list[JobGroup]()
+        roster, groups = self.roster, list[JobGroup]()
         place = roster.place_of(self.number, self.life)
         sizes = [one.ranks for one in roster.members]
         rank = sum(sizes[:place]) + dist.get_rank()
@@ -181,17 +186,17 @@ class Membership:
         def make() -> None:
             with suppress(RuntimeError):  # of a store that holds nobody else's address
                 store = PrefixStore(f"across/{roster.number}", _connected(self._place))
-                made.append(JobGroup(store, rank, sizes, self._timeout, changing))
+                groups.append(JobGroup(store, rank, sizes, self._timeout, changing))
 
         thread = threading.Thread(target=make, name="evenload-meeting", daemon=True)
         thread.start()
         while thread.is_alive() and not changing.changed():
             thread.join(_LOOK_S / 4)
             self._waits()
-        return made[0] if _settled(bool(made)) else None
+        return groups[0] if _settled(bool(groups)) else None
 
     def commit(self, job: JobGroup, value: Any) -> Any:
-        """See `replicas.commit`."""
+        """What all ranks take for the value of a step (`replicas.commit`), also where a replica is lost meanwhile."""
         step = self._standing.step
         self._standing = Standing(step, has_sums=True, value=value)
         try:

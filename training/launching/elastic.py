@@ -8,7 +8,7 @@ One with ``--replica N --meet HOST:PORT`` and without ``--elastic`` starts that 
 from __future__ import annotations
 
 import json
-import sys
+import logging
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,21 +20,21 @@ from typing import Any
 
 from ...core.errors import EvenloadError, RankError, refuse_first, shorten
 from ...core.input.bounds import LOCAL_RANKS
-from ...core.machine.replicas import Member, Roster, named_rank
+from ...core.machine.replicas import Roster, RosterMember, named_rank
 from ...core.recipe.recipe import Recipe
 from ...runtime.watchdog import marks
 from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import LIFE, MEETING_PLACE, REPLICA, RESULT
 from ..progress import PROGRESS_SOCKET, Progress, pass_on_progress, progress_sockets
-from .launch import LOOK_S, RanksFailed, is_stopped, start_rank, terminable
+from .processes import LOOK_S, REAP_S, RanksFailed, is_stopped, start_rank, terminable
 from .replica_choice import Elastic
 from .verdict import Rank, killed
 
+logger = logging.getLogger("evenload")
 MOST_LOSSES = 3
 """A replica that is lost so often with no step finished in between is given up."""
 _SAY_S = 1.5
 """Ranks of a lost replica have this long to say what they met."""
-_REAP_S = 5.0
 _CONNECT_S = 60.0
 PREFIX = "evenload/replicas"
 
@@ -76,7 +76,7 @@ class LocalReplica:
             rank.kill()
         for rank in self.ranks:
             with suppress(TimeoutExpired):
-                rank.wait(_REAP_S)
+                rank.wait(REAP_S)
         self.progress.close()
         self._opened.close()
 
@@ -86,11 +86,11 @@ class Roll:
 
     def __init__(self) -> None:
         self.roster = Roster(0, ())
-        self.ready: dict[int, Member] = {}
+        self.ready: dict[int, RosterMember] = {}
         self._about: dict[str, Any] | None = None
         self._lives: dict[int, int] = {}
 
-    def arrives(self, member: Member, about: dict[str, Any]) -> EvenloadError | None:
+    def arrives(self, member: RosterMember, about: dict[str, Any]) -> EvenloadError | None:
         """A replica that would take part; why it may not."""
         present = next((one for one in self.roster.members if one.number == member.number), None)
         known = self._about or about
@@ -147,8 +147,11 @@ class _Job:
     def __init__(self, words: Sequence[str], recipe: Recipe, elastic: Elastic, progress: Progress) -> None:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        self._words, self._sizes, self._safety = words, recipe.ranks_of_replicas, recipe.safety
-        self._progress, self._holds = progress, elastic.holds
+        self._words = words
+        self._sizes = recipe.ranks_of_replicas
+        self._safety = recipe.safety
+        self._progress = progress
+        self._holds = elastic.holds
         host, _, port = (elastic.meet or "127.0.0.1:0").rpartition(":")
         try:
             server = TCPStore(
@@ -283,7 +286,7 @@ class _Job:
         count = int(self._store.add("arrivals", 0))
         for place in range(self._arrivals, count):
             arrival = json.loads(self._store.get(f"arrival/{place}"))
-            member = Member(*arrival["member"])
+            member = RosterMember(*arrival["member"])
             if error := roll.arrives(member, arrival["about"]):
                 _say(f"a replica that would join is refused: {error}")
                 key, parts = f"refused/{member.number}/{member.life}", [error.what, error.found, error.do]
@@ -316,4 +319,4 @@ def _nobody(*_: object) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"evenload: {text}", file=sys.stderr, flush=True)
+    logger.warning("%s", text)

@@ -182,8 +182,10 @@ def _last_steps(path: Path) -> set[int]:
         lines = file.read().splitlines()
     steps = set()
     for line in lines:
-        with suppress(ValueError, TypeError, AttributeError, RecursionError):
-            steps.add(json.loads(line).get("step"))
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            row = json.loads(line)
+            if "step_s" in row:
+                steps.add(row["step"])
     return steps
 
 

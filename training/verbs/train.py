@@ -17,6 +17,7 @@ from typing import Any
 from ...core.machine.replicas import Roster
 from ...core.planning.planner import Planner
 from ...core.recipe.recipe import Recipe
+from ...integrations.host.trained import Snapshots
 from ...runtime.world.folder_lock import folder_lock
 from ...runtime.world.replicas import JobGroup
 from ...runtime.world.roster import membership
@@ -69,7 +70,7 @@ def _train_all(
         others = [replace(job, host=open_host(job.recipe, job.world)) for _ in against]
         for other in others:
             trainers.callback(other.host.close)
-        run = Run(job, asked, dict(zip(against, others, strict=True)), pictures, progress)
+        run = TrainingRun(job, asked, dict(zip(against, others, strict=True)), pictures, progress)
         if member := membership():
             member.arrive(about(recipe, data=str(fingerprints_of(job.source))))
         ends = in_eras(job.watchdog, run.work, run.state, run.receive)
@@ -106,13 +107,17 @@ def _train_all(
     }
 
 
-class Run:
+class TrainingRun:
     """The steps of a run: by this replica with the others that are there (`in_eras`), or by the one that there is."""
 
     def __init__(
         self, job: Job, asked: Recipe, others: Mapping[str, Job], pictures: Pictures, progress: Progress
     ) -> None:
-        self.job, self._asked, self._others, self._pictures, self._progress = job, asked, others, pictures, progress
+        self.job = job
+        self._asked = asked
+        self._others = others
+        self._pictures = pictures
+        self._progress = progress
         self._saved: dict[str, Any] = {}
         self._own: Mapping[str, Any] | None = None
         """What this replica has learnt of itself."""
@@ -124,7 +129,9 @@ class Run:
 
     def receive(self, across: JobGroup, source: int) -> None:
         """Let replicas without weights have them. Collective over the job."""
-        self.job.host.trained.receive(across, source)
+        weights = self.job.host.trained
+        assert isinstance(weights, Snapshots), "the rules of its trainer refuse parallel.replicas"
+        weights.receive(across, source)
 
     def work(self, roster: Roster | None, state: Mapping[str, Any] | None) -> str:
         """All steps from a state on, None: from the checkpoint that is there, or the first one; why it ended early, if
@@ -169,7 +176,7 @@ class Run:
             if membership():
                 opened.enter_context(folder_lock(recipe.checkpoint.dir))
             write = opened.enter_context(
-                writer(recipe, is_rank0=job.is_rank0, first=first, again=self._saved.get("told"))
+                writer(recipe, is_rank0=job.is_rank0, first=first, again=self._saved.get("entry"))
             )
             write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
             keeper = opened.enter_context(keeping(job))
@@ -217,7 +224,7 @@ class Run:
                 write(entry)
                 write_loads(step, trained[OURS].taken.result)
                 self.recording.add(step, {name: trained[name] for name in planned})
-                self._settle(done, order, own, planner, hooks, told=entry)
+                self._settle(done, order, own, planner, hooks, entry=entry)
                 refuse_to_go_on_alone()
                 follow(done, order, ("validation", "checkpoint"))
                 if ends:
@@ -235,13 +242,13 @@ class Run:
         own: Variant,
         planner: Planner,
         hooks: StepHooks,
-        told: Entry | None = None,
+        entry: Entry | None = None,
     ) -> None:
-        """Keep, where replicas come and go, what the run goes on with; ``told``: what logs get of its last step."""
+        """Keep, where replicas come and go, what the run goes on with; ``entry``: what logs get of its last step."""
         if membership():
             self._own = own.hooks.state(planner)
             left = ("validation", "checkpoint")
-            self._saved = {"step": done, "order": order, "left": left, "told": told, **hooks.state(planner)}
+            self._saved = {"step": done, "order": order, "left": left, "entry": entry, **hooks.state(planner)}
 
 
 def _evaluated(job: Job, validation: ValidationRun, done: int, write: Write) -> bool:

@@ -14,6 +14,7 @@ from ....integrations.host.trained import TenantResult
 from ....training.drawing import num_waiting
 from ....training.metrics import MeasuredStep, StepMeasures, domain_losses, rates_of, sums_of
 from ....training.progress import Progress
+from ....training.replicas import ReplicaRow
 from ....training.run.writers import Entry
 from ..state.drawing import own_draws
 from ..state.tenant import ENDED, ActiveTenant
@@ -66,9 +67,11 @@ def entry_of_step(row: JobRow, own: Mapping[str, Mapping[str, Any]]) -> Entry:
     return Entry(row.step, scalars, {**asdict(row), "tenants": {name: dict(numbers) for name, numbers in own.items()}})
 
 
-def totals_of_replicas(rows: Sequence[JobRow], chains: Sequence[PlanChain]) -> list[dict[str, Any]]:
-    """What each replica came to over all steps; nothing where there is one."""
-    steps = [row.replicas for row in rows if row.replicas]
+def totals_of_replicas(rows: Sequence[JobRow], chains: Mapping[int, PlanChain]) -> list[dict[str, Any]]:
+    """What each replica came to over all steps, by its number; nothing where there is one."""
+    by_number: dict[int, list[ReplicaRow]] = {}
+    for one in (one for row in rows for one in row.replicas):
+        by_number.setdefault(one.replica, []).append(one)
     total_s = sum(row.step_s for row in rows if row.replicas)
     return [
         {
@@ -78,7 +81,7 @@ def totals_of_replicas(rows: Sequence[JobRow], chains: Sequence[PlanChain]) -> l
             **{key: sum(getattr(row, key) for row in own) for key in ("sequences", "tokens", "busy_s", "predicted_s")},
             "busy_frac": sum(row.busy_s for row in own) / total_s,
         }
-        for number, own in enumerate(zip(*steps, strict=True))
+        for number, own in sorted(by_number.items())
     ]
 
 

@@ -43,7 +43,7 @@ class InMemory(NamedTuple):
     """Tenants that were trained in the last step, and of which nobody has said whether that was their last one."""
     rows: Sequence[Any]
     """Of all steps."""
-    told: tuple[Entry, Mapping[str, Mapping[str, Any]]] | None
+    last_rows: tuple[Entry, Mapping[str, Mapping[str, Any]]] | None
     """What logs get of the last step, and what its tenants' own get."""
 
 

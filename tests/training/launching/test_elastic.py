@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.machine.replicas import Member
+from evenload.core.machine.replicas import RosterMember
 from evenload.core.recipe.recipe import parse
-from evenload.training.launching import launch
+from evenload.training.launching import processes
 from evenload.training.launching.elastic import Roll, launch_replicas
 from evenload.training.launching.replica_choice import Elastic
 from evenload.training.progress import silent
@@ -23,9 +23,9 @@ ALL_HERE = Elastic(holds=True, replica=None, meet="")
 @pytest.fixture
 def job(monkeypatch):
     """Trains a model of four numbers on replicas of 2 and 1 ranks, with these faults."""
-    real = launch.subprocess.Popen
+    real = processes.subprocess.Popen
     popen = SimpleNamespace(Popen=lambda command, **how: real([sys.executable, str(RANK)], **how), DEVNULL=-3)
-    monkeypatch.setattr(launch, "subprocess", popen)
+    monkeypatch.setattr(processes, "subprocess", popen)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
     def run(faults, sizes=(2, 1)):
@@ -79,7 +79,7 @@ def test_each_step_is_done_once_and_by_whoever_is_there(job, undisturbed, faults
 
 
 def member(number, life=1):
-    return Member(number, life, 2, {"dp": 2})
+    return RosterMember(number, life, 2, {"dp": 2})
 
 
 def test_a_roll_has_who_arrived_without_who_is_lost():

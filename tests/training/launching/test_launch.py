@@ -5,8 +5,8 @@ import signal
 import time
 
 import pytest
-from evenload.training.launching import launch
-from evenload.training.launching.launch import _terminable
+from evenload.training.launching import processes
+from evenload.training.launching.processes import terminable
 
 
 class RankOfTest:
@@ -35,16 +35,16 @@ def _handlers():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_there_are_ranks_unwinds_the_launcher(number):
-    with pytest.raises(SystemExit) as ended, _terminable([]):
+    with pytest.raises(SystemExit) as ended, terminable([]):
         tell(number)
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_ranks_are_told_once_and_a_later_signal_unwinds_the_launcher(monkeypatch):
-    monkeypatch.setattr(launch, "AT_ONCE_S", 0.2)
+    monkeypatch.setattr(processes, "AT_ONCE_S", 0.2)
     ranks = [RankOfTest(), RankOfTest()]
-    with _terminable(ranks) as passed_on:
+    with terminable(ranks) as passed_on:
         tell(signal.SIGUSR1, 0.05)
         tell(signal.SIGTERM, 0.3)  # the same request
         assert passed_on == [signal.SIGUSR1]
@@ -56,7 +56,7 @@ def test_ranks_are_told_once_and_a_later_signal_unwinds_the_launcher(monkeypatch
 
 def test_a_terminal_that_closes_ends_at_once():
     ranks = [RankOfTest()]
-    with pytest.raises(SystemExit) as ended, _terminable(ranks):
+    with pytest.raises(SystemExit) as ended, terminable(ranks):
         tell(signal.SIGHUP)
     assert ended.value.code == 128 + signal.SIGHUP
     assert ranks[0].sent == []
@@ -64,6 +64,6 @@ def test_a_terminal_that_closes_ends_at_once():
 
 def test_a_hang_up_that_is_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with _terminable([]):
+    with terminable([]):
         os.kill(os.getpid(), signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
