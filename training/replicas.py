@@ -19,11 +19,15 @@ from ..core.planning.judge import outcome_of
 from ..core.planning.planner import BatchPart, Draw, Planned
 from ..core.planning.replicas import ReplicaCost, dealt
 from ..data.samples.cut import IGNORE
+from ..integrations.host.host import Host
 from ..runtime.adapters.company import Company
 from ..runtime.attention.labels import NOBODY, Labels, part_of
 from ..runtime.attention.pack import TokensOf
 from ..runtime.world.agreement import agree, everyone, from_first
 from ..runtime.world.replicas import everyone_left, job_group
+
+COMPARED_EVERY = 10
+"""Steps after which replicas compare the bits of what they train."""
 
 
 class Replicas:
@@ -100,6 +104,12 @@ def of_all_replicas(planned: Planned, step: int, busy_s: float, step_s: float, s
         agree(digest, "batches", step, "job")
     by_replica = {row.replica: row for row in reversed(rows)}
     return JobStep(tuple(by_replica[number] for number in sorted(by_replica)), max(seconds), max(stop_codes))
+
+
+def compare_replicas(host: Host, what: str, step: int) -> None:
+    """Raise RankError where replicas have come to hold different bits of ``what`` they train. Collective over the
+    job."""
+    agree(host.trained.digest().to_bytes(8, "big"), what, step, "job")
 
 
 def company_of(draw: Draw, labels: Labels | None) -> Company | None:

@@ -125,6 +125,9 @@ class Tenants(Trainable):
             for name, weight in state.weights.items()
         }
 
+    def digest(self) -> int:
+        return self.adapters.digest()
+
     def describe(self) -> dict[str, Any]:
         return {"adapted_linears": len(self.adapters.linears)}
 

@@ -113,6 +113,10 @@ class Trainable(ABC):
     def update(self, lr: Any) -> float:
         """Clip and apply the gradients; their norm before clipping."""
 
+    def digest(self) -> int:
+        """A number of the bits of what is trained, the same on all replicas of a job that hold the same."""
+        return 0
+
     def discard(self) -> None:
         """Forget the gradients of a step that is not taken."""
         return

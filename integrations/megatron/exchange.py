@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...core.machine.boxes import Box, HeldPart, HeldParts, boxes_of, bundles_of
 from ...core.recipe.recipe import Recipe
+from ...runtime.adapters.dropout import sum_of_bits
 from ...runtime.world.agreement import everyone
 from ...runtime.world.replicas import JobGroup, job_group
 from .model.vocabulary import rows_with_tokens
@@ -43,22 +44,33 @@ class Exchange:
         """Sum in place what ``tensor_of`` gives for each trained parameter, over the replicas; all end with the same
         bits. Collective over the job; does nothing where it has no replicas. Raises EvenloadError where they hold
         different parameters."""
-        job = job_group()
-        if job is None:
-            return
+        if job := job_group():
+            tensors = self._tensors(job, tensor_of)
+            job.together(lambda: self._exchange_all(job, tensors))
+
+    def _exchange_all(self, job: JobGroup, tensors: Mapping[str, list[Tensor]]) -> None:
+        for bundle in self._bundles:
+            exchanged(bundle, job, lambda box: [self._part_in(box, one) for one in tensors[box.name]])
+
+    def digest(self, tensor_of: Callable[[Any], Tensor]) -> int:
+        """A number of the bits of what ``tensor_of`` gives, each value of this replica once. Collective over the job; 0
+        where it has no replicas."""
+        if (job := job_group()) is None:
+            return 0
+        tensors, replica = self._tensors(job, tensor_of), job.place.replica
+        own = [box for bundle in self._bundles for box in bundle if box.owners[replica] == job.rank]
+        parts = [sum_of_bits(self._part_in(box, tensors[box.name][0])) for box in own]
+        return sum(everyone(sum(parts))) % 2**64
+
+    def _tensors(self, job: JobGroup, tensor_of: Callable[[Any], Tensor]) -> Mapping[str, list[Tensor]]:
+        """What this rank has of each trained parameter, by name, once the job's plan is made."""
         tensors: dict[str, list[Tensor]] = defaultdict(list)
         for name, parameter in global_parameters(self._model):
             if parameter.requires_grad:
                 tensors[name].append(tensor_of(parameter))
         if self._planned_for() is not job:
-            first = next(iter(tensors.values()))[0]
-            self._plan(job, BUNDLE_BYTES // first.element_size())
-
-        def exchange() -> None:
-            for bundle in self._bundles:
-                exchanged(bundle, job, lambda box: [self._part_in(box, one) for one in tensors[box.name]])
-
-        job.together(exchange)
+            self._plan(job, BUNDLE_BYTES // next(iter(tensors.values()))[0].element_size())
+        return tensors
 
     def _plan(self, job: JobGroup, most: int) -> None:
         self._parts = {

@@ -325,6 +325,9 @@ class MegatronWeights(Snapshots):
         if limit > 0 and (factor := limit / (norm + 1e-6)) < 1.0:
             self._host.ddp.scale_gradients(factor)
 
+    def digest(self) -> int:
+        return self._exchange.digest(torch.Tensor.detach)
+
     def optimizer_states(self) -> Mapping[str, AdamState]:
         return optimizer_states(self._host.model, self._host.optimizer)
 

@@ -22,7 +22,7 @@ from ...training.garbage import Collect
 from ...training.job import logger
 from ...training.measuring import measure_step
 from ...training.metrics import MeasuredStep
-from ...training.replicas import digest_of, whole_of
+from ...training.replicas import COMPARED_EVERY, compare_replicas, digest_of, whole_of
 from ...training.run.variant import as_rank_error
 from ...training.run.writers import Write
 from .arrivals.folder import STOP, Folder, News
@@ -37,8 +37,6 @@ from .state.status import leave_word
 from .state.tenant import ENDED, ActiveTenant
 from .sweeps.sweeps import Sweeps
 
-COMPARED_EVERY = 10
-"""Steps after which replicas compare the bits of their adapters."""
 _LOOK_AGAIN_S = 0.5
 """Between two looks into the folder while nobody trains."""
 
@@ -181,7 +179,7 @@ class TenantLoop:
         self.step += 1
         refuse_to_go_on_alone()
         if taken.replicas and self.step % COMPARED_EVERY == 0:
-            agree(self._job.host.adapters.digest().to_bytes(8, "big", signed=True), "adapters", self.step, "job")
+            compare_replicas(self._job.host, "adapters", self.step)
         self._collect(self.step)
         self._end(tenants, taken.result.tenants)
         if self.step % self._job.recipe.checkpoint.every == 0:

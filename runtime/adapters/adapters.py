@@ -19,7 +19,7 @@ from ...core.errors import EvenloadError, nearest
 from ...core.recipe.adapter import Adapter, TenantTrain
 from ..world.agreement import everyone
 from ..world.replicas import JobGroup, job_group
-from .dropout import mixed
+from .dropout import sum_of_bits
 from .hooks import Hooks
 from .peers import AdapterPeers
 from .places import A, AdaptedBlock, AdapterState, B
@@ -207,15 +207,13 @@ class Adapters:
 
     def digest(self) -> int:
         """A number of the bits of all adapters, the same wherever they are equal. Collective over the model."""
-        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[self._dtype.itemsize]
         parts = [
-            mixed(matrix.value.detach().view(bits).long()).sum()
+            sum_of_bits(matrix.value)
             for number in self.numbers
             for matrix in self._tenants[number].matrices
             if matrix.place.shares(matrix.kind) or self._peers.counts
         ]
-        total = torch.stack([torch.zeros((), dtype=torch.int64, device=self._device), *parts]).sum()
-        return int(self._peers.sum_over_model(total))
+        return sum(everyone(sum(parts), self._peers.model) if self._peers.model is not None else parts) % 2**64
 
     def gradients(self, number: int) -> Mapping[str, Tensor]:
         """A tenant's gradient, whole, on every rank's CPU. Collective over the model."""

@@ -44,6 +44,12 @@ def mixed(keys: Tensor) -> Tensor:
     return keys ^ _shifted(keys, 31)
 
 
+def sum_of_bits(values: Tensor) -> int:
+    """The sum of the mixed bits of all values of a floating-point tensor, whatever their order."""
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[values.dtype.itemsize]
+    return int(mixed(values.detach().contiguous().view(bits).long()).sum())
+
+
 def _shifted(keys: Tensor, bits: int) -> Tensor:
     """To the right, with zeros from the left: torch knows signed integers alone."""
     return (keys >> bits) & ((1 << (64 - bits)) - 1)

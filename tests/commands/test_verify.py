@@ -249,3 +249,40 @@ def test_a_plugin_that_did_nothing_is_named_and_the_rest_is_exact(verify):
     assert result["exact"], result["over"]
     assert result["planners_failed"] == []
     assert result["not_exercised"] == {"mesh": "no shared micro-batches"}
+
+
+SPLIT = "parallel.replicas=[{pp: 2, layers: [1, 1]}, {dp: 1}]"
+REPLICAS = [
+    pytest.param(("parallel.replicas=[{pp: 2}, {dp: 1}]", "model.tied_embeddings=true", *ADAM), 1e-9, id="tied"),
+    pytest.param(("parallel.replicas=[{tp: 2}, {dp: 1}]", *ADAM), 1e-6, id="tp 2"),
+    only_full(("parallel.replicas=[{dp: 2}, {dp: 1}]",), 1e-9, id="dp 2"),
+    only_full(("parallel.replicas=[{dp: 2}, {tp: 2}]",), 1e-6, id="dp 2, tp 2"),
+    only_full(("parallel.replicas=[{pp: 2, layers: [1, 3]}, {dp: 1}]", "model.num_layers=4"), 1e-9, id="pp 1|3"),
+    only_full(("parallel.replicas=[{pp: 2, layers: [1, 3]}, {pp: 2}]", "model.num_layers=4"), 1e-9, id="pp 1|3, pp 2"),
+    only_full(("parallel.replicas=[{dp: 2}, {pp: 2}]", "train.dtype=fp32"), 2e-5, id="dp 2, pp 2, fp32, sharded"),
+    only_full(
+        ("parallel.replicas=[{dp: 2}, {pp: 2}]", "train.dtype=fp32", "megatron.distributed_optimizer=false"),
+        2e-5,
+        id="dp 2, pp 2, fp32, whole",
+    ),
+    only_full(("parallel.replicas=[{dp: 2}, {tp: 2}]", "train.dtype=bf16"), 2e-2, id="dp 2, tp 2, bf16"),
+    only_full(("parallel.replicas=[{dp: 2}, {dp: 1}]", "train.dtype=bf16"), 2e-2, id="dp 2, bf16"),
+    only_full(
+        ("parallel.replicas=[{dp: 1}, {dp: 1}, {dp: 1}]", "train.global_batch_size=2"), 1e-9, id="one for nothing"
+    ),
+    only_full(("parallel.replicas=[{dp: 2}, {dp: 1}]", "plugins.mesh.enabled=true"), 1e-9, id="mesh"),
+    only_full((SPLIT, "plugins.pipeline.enabled=true", "train.recompute=true"), 1e-9, id="pipeline, recomputed"),
+    only_full((SPLIT, "plugins.packing.max_tokens=64", "plugins.packing.slices=auto"), 1e-9, id="slices"),
+]
+
+
+@pytest.mark.parametrize(("words", "tolerance"), REPLICAS)
+def test_replicas_of_a_whole_model_are_exact_and_hold_the_same_bits(words, tolerance, place, forged):
+    done = forged(place, "verify", "recipe.yaml", *words, "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["exact"], result["over"]
+    assert result["grad_rel_err"] <= tolerance
+    assert (result["tokens_missing"], result["tokens_repeated"], result["samples_wrong"]) == (0, 0, 0)
+    assert result["uncompared_parameters"] == []
+    assert result["resumed"]

@@ -999,6 +999,31 @@ fault = of("training/replicas.py", killer)
 fault("a replica trains what another one has, too", "(replica_of == self.own)", "(replica_of >= self.own)")
 fault = of("plugins/lora/arrivals/job.py", killer)
 fault("a copy that runs for nothing is trained on", "if draw.part and not draw.part.counts:", "if False:")
+killer = cases(
+    "commands/test_verify.py::test_replicas_of_a_whole_model_are_exact_and_hold_the_same_bits[tied]",
+)
+fault = of("integrations/megatron/exchange.py", killer)
+fault("the sum over replicas is the first one's", "reduce(torch.add, in_order)", "reduce(lambda one, _: one, in_order)")
+fault(
+    "what the first replica has counts twice",
+    "reduce(torch.add, in_order)",
+    "reduce(torch.add, in_order) + (values[box] if replica == 0 else 0)",
+)
+fault(
+    "a replica clips by a norm of its own",
+    'everyone(norm, "job")[0] if job_group() else norm',
+    "norm * (1 + (job_group() is not None and job_group().rank))",
+)
+fault(
+    "the last stage's tied embedding is left as its replica has it",
+    "for target in targets[box]:",
+    "for target in targets[box] if box in values else ():",
+)
+fault = of("integrations/megatron/reduction.py", killer)
+fault("each replica divides by its own targets", "        job.add_up(totals)\n", "        pass\n")
+fault("what the ranks of a replica sum counts for each of them", "if dist.get_rank():", "if False:")
+fault = of("integrations/megatron/host.py", killer)
+fault("the gradients of replicas are not exchanged", "clock, divisor, self._exchange)", "clock, divisor)")
 killer = cases("integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does[dp2]")
 fault = of("runtime/adapters/adapters.py", killer)
 fault(

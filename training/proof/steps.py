@@ -183,6 +183,8 @@ class Beside:
         self.plain.load(self._rounded())
         states, weights = job.host.trained.optimizer_states(), job.host.weights()
         compare_update(errors, weights, states, self.textbook, self.start, self.tolerance, job.host.trained.frozen)
+        if job_group() and len(set(everyone(job.host.trained.digest(), "job"))) > 1:
+            errors.over.append("replicas hold different weights")
         job.watchdog.at("comparing", number, waits=True)
         bound = judged.tolerance.of_gradient(errors.gradient.name)
         ran = job.host.dp_cp_rank, result.executed, result.branches

@@ -19,7 +19,7 @@ from ...core.planning.planner import Planner
 from ...core.recipe.recipe import Recipe
 from ...integrations.host.trained import Snapshots
 from ...runtime.world.folder_lock import folder_lock
-from ...runtime.world.replicas import JobGroup
+from ...runtime.world.replicas import JobGroup, job_group
 from ...runtime.world.roster import membership
 from ..adapting import adapter_training
 from ..checkpoint.checkpoints import last_good
@@ -33,6 +33,7 @@ from ..job import Job, logger, open_host, run_rank, with_members
 from ..measuring import OURS, BaselinePlanner, in_turn
 from ..metrics import totals
 from ..progress import Progress, silent
+from ..replicas import COMPARED_EVERY, compare_replicas
 from ..run.recording import Recording
 from ..run.variant import Variant, as_rank_error
 from ..run.writers import Entry, Write, entry_of_step, entry_of_validation, writer
@@ -88,7 +89,7 @@ def _train_all(
     rates = {name: results[name]["tokens_per_s"] for name in against}
     root = recipe.checkpoint.dir
     return {
-        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+        "recipe": (asked if asked.parallel.replicas else job.recipe).model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
         "data": job.source.report(),
         "summary": totals(own.rows, *(map(last_good, (root, root / BEST)) if root else (None,))),
@@ -226,6 +227,8 @@ class TrainingRun:
                 self.recording.add(step, {name: trained[name] for name in planned})
                 self._settle(done, order, own, planner, hooks, entry=entry)
                 refuse_to_go_on_alone()
+                if job_group() and done % COMPARED_EVERY == 0:
+                    compare_replicas(job.host, "weights", step)
                 follow(done, order, ("validation", "checkpoint"))
                 if ends:
                     say_ended(ends, done, recipe)
