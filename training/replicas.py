@@ -28,6 +28,8 @@ from ..runtime.world.replicas import everyone_left, job_group
 
 COMPARED_EVERY = 10
 """Steps after which replicas compare the bits of what they train."""
+_WINDOW = 8
+"""Steps by which a replica's slowness is told."""
 
 
 class Replicas:
@@ -37,6 +39,8 @@ class Replicas:
         self.chains, self.own = chains, own
         self._costs: list[ReplicaCost] = []
         self._longest = 0
+        self._slowness: list[list[float]] = []
+        """Of each step, and of each replica."""
 
     @property
     def unlike_tp(self) -> bool:
@@ -49,6 +53,20 @@ class Replicas:
             self._costs = from_first(lambda: [ReplicaCost.of_chain(chain, longest) for chain in self.chains], "job")
             self._longest = longest
 
+    @property
+    def slowness(self) -> list[float]:
+        """By how many times each replica takes longer than predicted, next to the one that does so least; in steps of
+        1 / 16, so that replicas of a kind stay one."""
+        if not self._slowness:
+            return [1.0] * len(self.chains)
+        times = np.median(self._slowness[-_WINDOW:], axis=0)
+        return [round(16 * one) / 16 for one in (times / times.min()).tolist()]
+
+    def learn(self, rows: Sequence[ReplicaRow]) -> None:
+        """Deal the next batches by what the passes of a step took, too. All ranks have the same rows."""
+        if len(rows) == len(self.chains):
+            self._slowness.append([row.busy_s / row.predicted_busy_s for row in rows])
+
     def part_of(self, draw: Draw) -> Draw:
         """What this replica trains of a batch. One to whom nothing is dealt runs a copy of the shortest sequence, for
         no target: ranks that have no pass at all are in no plan. Collective over the job where a sequence is longer
@@ -56,7 +74,8 @@ class Replicas:
         if len(self.chains) <= 1 or not len(draw.samples):
             return draw
         self.prepare(int(draw.lengths.max()))
-        replica_of = dealt(self._costs, draw.lengths).replica_of
+        costs = [cost.slowed(factor) for cost, factor in zip(self._costs, self.slowness, strict=True)]
+        replica_of = dealt(costs, draw.lengths).replica_of
         places = np.flatnonzero(replica_of == self.own)
         counts = bool(len(places))
         if not counts:
@@ -75,6 +94,8 @@ class ReplicaRow:
     """Of its busiest rank, in passes."""
     predicted_s: float
     """What its plan was to take."""
+    predicted_busy_s: float
+    """What its busiest rank was to take, in passes."""
 
 
 class JobStep(NamedTuple):
@@ -95,8 +116,9 @@ def of_all_replicas(planned: Planned, step: int, busy_s: float, step_s: float, s
     if job is None or (part is None and job.changing is None):
         return JobStep((), step_s, stop_code)
     lengths = planned.plan.lengths[: len(planned.plan.lengths) if part is None or part.counts else 0]
-    predicted_s = outcome_of(planned.plan, planned.chain.context).step_s
-    own = ReplicaRow(job.numbers[job.place.replica], len(lengths), int(lengths.sum()), busy_s, predicted_s)
+    outcome = outcome_of(planned.plan, planned.chain.context)
+    predicted_s = outcome.step_s, float(outcome.busy_s.max())
+    own = ReplicaRow(job.numbers[job.place.replica], len(lengths), int(lengths.sum()), busy_s, *predicted_s)
     digest = digest_of(planned.draw)
     of_ranks = everyone_left((own, step_s, stop_code, digest), everyone)
     rows, seconds, stop_codes, digests = zip(*of_ranks, strict=True)

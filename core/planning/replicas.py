@@ -63,6 +63,10 @@ class ReplicaCost(NamedTuple):
             factors.append(max(1.0, (each_s - _SHORTER * shorter_s) / long_s))
         return known._replace(fixed_s=fixed_s, lengths=tuple(lengths), factors=tuple(factors))
 
+    def slowed(self, factor: float) -> ReplicaCost:
+        """The costs of a replica that takes so many times as long."""
+        return self._replace(token_s=factor * self.token_s, pair_s=factor * self.pair_s, fixed_s=factor * self.fixed_s)
+
     def seconds(self, lengths: Ints) -> Floats:
         """Seconds of each sequence, float64 [S]; infinite where it does not fit. lengths int [S] in tokens."""
         n = lengths.astype(np.float64)

@@ -301,6 +301,12 @@ def _rules_of_replicas(recipe: Any) -> list[Rule]:
             f"trainer {recipe.trainer}, parallel.replicas of {len(p.replicas)}",
             "set trainer=megatron, train adapters of tenants, or give parallel.tp, pp and dp instead",
         ),
+        (
+            bool(recipe.model.moe and recipe.model.moe.bias_rate),
+            "the bias of experts follows the loads of all replicas, of which each knows its own",
+            f"model.moe.bias_rate {recipe.model.moe.bias_rate if recipe.model.moe else 0}, {len(p.replicas)} replicas",
+            "set model.moe.bias_rate=0, or give parallel.tp, pp and dp instead",
+        ),
     ]
 
 

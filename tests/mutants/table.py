@@ -1761,8 +1761,8 @@ fault("what steps say of costs is forgotten", "(costs) * self.scale + self.added
 fault = of("plugins/search/measured.py", cases("plugins/search/test_measured.py", k="holds_for_all_that"))
 fault("steps mend the costs of the first setting alone", "(costs, shares).model_copy(update=others)", "(costs, shares)")
 
-fault = of("plugins/data/weighing.py", cases("plugins/data/test_runs.py", k="weighed_by_their_losses"))
-fault("a sample has its neighbour's weight", "draw.weight * weights", "draw.weight * np.roll(weights, 1)")
+fault = of("training/replicas.py", cases("plugins/data/test_runs.py", k="weighed_by_their_losses"))
+fault("a sample has its neighbour's weight", "whole.weight * weights", "whole.weight * np.roll(weights, 1)")
 killer = cases("plugins/data/test_selection.py")
 fault = of("plugins/data/selection.py", killer)
 fault("a batch is drawn ahead past a selection", "batches - (planner.draw_of_next is None)", "max(batches, 1)")
@@ -2071,8 +2071,8 @@ fault(
 fault = of("plugins/audit/watched.py", killer)
 fault("an audit does not read the lengths that TRL has packed", 'sample.get("seq_lengths")', "None")
 
-fault = of("plugins/data/weighing.py", cases("plugins/data/test_weighing.py"))
-fault("a policy takes the place of what the data weigh", "weight=draw.weight * weights", "weight=weights")
+fault = of("training/replicas.py", cases("plugins/data/test_weighing.py"))
+fault("a policy takes the place of what the data weigh", "weight=whole.weight * weights", "weight=weights")
 killer = cases("plugins/data/test_selects.py")
 fault = of("plugins/data/selects.py", killer)
 fault(

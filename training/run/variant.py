@@ -59,6 +59,8 @@ class Variant:
         future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.world.rank == 0 else None
         with as_rank_error(self.job, begun=bool(self.rows)):
             taken = run_step(self.job, planned, step, ending, record=record)
+        if taken.replicas and self.rows and self.job.recipe.planner.refit:
+            self.job.replicas.learn(taken.replicas)
         predicted_step = future.result() if future else None
         self.rows.append(self._row(planned, taken, step, predicted_step))
         if self.job.is_rank0:

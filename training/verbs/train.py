@@ -78,7 +78,7 @@ def _train_all(
         job, variants, hooks = run.job, run.variants, run.hooks
         recording, validation = run.recording, run.validation
         exported = None
-        if recipe.train.export and not ends:
+        if recipe.train.export and not ends and not job.replicas.own:
             from ..checkpoint.exporting import write_export  # and Transformers
 
             exported = write_export(job, recipe.train.export, progress)
