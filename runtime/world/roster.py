@@ -56,6 +56,15 @@ class Standing(NamedTuple):
     """What it gave to, or got from, the commit of the last step."""
 
 
+def settler_of(step: int, standings: Sequence[Standing]) -> Standing | None:
+    """By whose value a step is settled that a loss has broken, as those who are left stand; None: it is done anew."""
+    there = [one for one in standings if one.step >= 0]
+    ahead = [one for one in there if one.step > step]
+    if ahead or all(one.has_sums for one in there):
+        return (ahead or there)[0]
+    return None
+
+
 class Membership:
     """This replica in its job. All methods are collective over the replica's ranks.
 
@@ -202,12 +211,11 @@ class Membership:
         try:
             value = job.everyone(value)[0]
         except ReplicasChangedError:
-            there = [one for one in self.meet() if one.step >= 0]
-            ahead = [one for one in there if one.step > step]
-            if not ahead and not all(one.has_sums for one in there):
+            settler = settler_of(step, self.meet())
+            if settler is None:
                 self._standing = Standing(step)
                 raise
-            value = (ahead or there)[0].value
+            value = settler.value
         self._standing = Standing(step + 1, value=value)
         return value
 

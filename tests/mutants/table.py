@@ -990,11 +990,12 @@ fault(
     "whole.copy_(matrix.gradient)",
     "whole.copy_(matrix.gradient * (2 if job.rank == 0 else 1))",
 )
-fault("each replica clips by a norm of its own", 'everyone(norms, "job")[0] if job_group() else norms', "norms")
+fault = of("integrations/host/tenants.py", killer)
+fault("each replica clips by a norm of its own", "norms = commit(norms)", "commit(norms)")
 fault = of("runtime/adapters/hooks.py", killer)
 fault("dropout goes by the place in a replica's part", "[numbers[place] for place in here]", "list(range(len(here)))")
-fault = of("runtime/world/world.py", killer)
-fault("each replica has a leader", "self.rank == self.replica == 0", "self.rank == 0")
+fault = of("runtime/world/replicas.py", killer)
+fault("each replica has a leader", "return rank == 0 if _leads is None else _leads", "return rank == 0")
 fault = of("training/replicas.py", killer)
 fault("a replica trains what another one has, too", "(replica_of == self.own)", "(replica_of >= self.own)")
 fault = of("plugins/lora/arrivals/job.py", killer)
@@ -1010,14 +1011,15 @@ fault(
     "reduce(torch.add, in_order) + (values[box] if replica == 0 else 0)",
 )
 fault(
-    "a replica clips by a norm of its own",
-    'everyone(norm, "job")[0] if job_group() else norm',
-    "norm * (1 + (job_group() is not None and job_group().rank))",
-)
-fault(
     "the last stage's tied embedding is left as its replica has it",
     "for target in targets[box]:",
     "for target in targets[box] if box in values else ():",
+)
+fault = of("integrations/megatron/host.py", killer)
+fault(
+    "a replica clips by a norm of its own",
+    "norm = commit(self.norm({})) if self._clips else None",
+    "norm = commit(0.0) + self.norm({}) * (1 + is_replica() * id(self) % 7) if self._clips else None",
 )
 fault = of("integrations/megatron/reduction.py", killer)
 fault("each replica divides by its own targets", "        job.add_up(totals)\n", "        pass\n")
@@ -1816,9 +1818,8 @@ fault("parameters share Adam's step after a resume", 'states["step"] = step.clon
 fault = of("training/checkpoint/resuming.py", killer)
 fault(
     "the order of the plan ahead is saved",
-    'state = {"order": planned.draw.state',
-    'ahead = planned.draw.state["consumed"] + len(planned.draw.samples)\n'
-    '    state = {"order": {**planned.draw.state, "consumed": ahead}',
+    'state = {"order": order',
+    'state = {"order": {**order, "consumed": order["consumed"] + 8}',
 )
 fault = of("training/job.py", killer)
 fault(

@@ -1,7 +1,9 @@
 """Replicas that are lost and come again: no step is lost, done twice, or done with another sum."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.replicas import RosterMember
 from evenload.core.recipe.recipe import parse
+from evenload.runtime.world.roster import Standing, settler_of
 from evenload.training.launching import processes
 from evenload.training.launching.elastic import Roll, launch_replicas
 from evenload.training.launching.replica_choice import Elastic
@@ -136,3 +139,71 @@ def test_a_rank_of_torchrun_joins_by_its_number_and_place():
     assert environment == {"EVENLOAD_MEET": "node0:29400", "EVENLOAD_REPLICA": "1"}
     with pytest.raises(EvenloadError, match="this one is a rank already"):
         Elastic(True, None, "").name({}, recipe)
+
+
+def test_a_step_is_settled_where_all_who_are_left_have_its_sums_or_any_has_updated():
+    has_sums, has_none, ahead, new = Standing(4, True, 2.0), Standing(4), Standing(5, False, 3.0), Standing(-1)
+    assert settler_of(4, [new, has_sums, has_sums]).value == 2.0
+    assert settler_of(4, [has_sums, ahead]).value == 3.0  # by the norm that the update was clipped with
+    assert settler_of(4, [has_sums, has_none, new]) is None
+
+
+PLANT = """
+import os, signal, sys
+if os.environ.get("EVENLOAD_REPLICA") == "{replica}" and os.environ.get("EVENLOAD_LIFE") == "1":
+    from evenload.runtime.watchdog.watchdog import Watchdog
+    at = Watchdog.at
+    def dies(self, where, step=None, waits=False):
+        at(self, where, step, waits)
+        if where.startswith("{where}") and step == 3 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    Watchdog.at = dies
+"""
+RECIPE = {
+    "trainer": "megatron",
+    "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64},
+    "data": {"source": "python-docstrings/email", "max_length": 128},
+    "train": {"steps": 24, "global_batch_size": 6, "dtype": "fp64", "lr": 1e-3},
+    "parallel": {"replicas": [{"dp": 1}, {"dp": 1}]},
+    "log": {"jsonl": "log.jsonl"},
+}
+SLOWLY = """
+import time
+from evenload.training import eras
+settled = eras.settled
+def slowly(step):
+    from evenload.runtime.world.replicas import job_group
+    time.sleep(0.0 if len(job_group().sizes) > 1 else 0.5)
+    settled(step)
+eras.settled = slowly
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replica", "where"), [(0, "comparing times"), only_full(1, "update"), only_full(0, "forward and backward")]
+)
+def test_a_model_trains_on_as_undisturbed_while_a_replica_is_lost_and_comes_back(tmp_path, replica, where):
+    """The first replica, which writes the log, is killed after it has updated its weights and before it says so."""
+    whole = RECIPE | {"parallel": {"dp": 1}}
+    logs = []
+    for name, recipe, words in (("one", whole, ()), ("several", RECIPE, ("--elastic",))):
+        folder, plants = tmp_path / name, tmp_path / "plants"
+        folder.mkdir()
+        plants.mkdir(exist_ok=True)
+        (folder / "r.yaml").write_text(json.dumps(recipe))
+        (plants / "sitecustomize.py").write_text(PLANT.format(replica=replica, where=where) + SLOWLY)
+        paths = os.pathsep.join([str(plants), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"} if words else dict(os.environ)
+        command = [sys.executable, "-m", "evenload", "train", "r.yaml", *words, "--json"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        logs.append([json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()])
+    assert f"replica {replica} is lost after step" in done.stderr
+    reference, own = logs
+    assert [row["step"] for row in own] == list(range(24))
+    assert [row["samples"] for row in own] == [row["samples"] for row in reference]
+    assert [row["loss"] for row in own] == pytest.approx([row["loss"] for row in reference], rel=1e-9, abs=0)
+    there = [len(row.get("replicas", ())) for row in own]
+    assert min(there) < 2
+    assert there[-1] == 2, there
