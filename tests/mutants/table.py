@@ -2263,3 +2263,24 @@ fault(
 killer = cases("plugins/verdicts/test_compare.py", k="rate_at_equal_style or fooled or 60")
 fault = of("plugins/verdicts/estimates.py", killer)
 fault("length is not regressed out", "np.sign(differences[:, :1]), differences], 1)", "differences[:, 1:]], 1)")
+killer = cases("training/launching/test_elastic.py", k="settled")
+fault = of("runtime/world/roster.py", killer)
+fault("a step is settled that a replica has no sums of", "if ahead or all(one.has_sums for one in there):", "if there:")
+fault("a late update is clipped by a norm of its own", "return (ahead or there)[0]", "return there[0]")
+killer = cases("training/launching/test_elastic.py", k="trains_on")
+fault = of("integrations/megatron/host.py", killer)
+fault("who comes later has moments without their step", 'state["step"].fill_(steps)', "pass")
+fault = of("training/job.py", killer)
+fault(
+    "a step is done anew with the old deal",
+    "Replicas(chains_of(recipe, job.source), own_place(roster))",
+    "job.replicas if len(roster.members) == 1 else Replicas(chains_of(recipe, job.source), own_place(roster))",
+)
+fault = of("training/run/writers.py", killer)
+fault("the last row of a rank that is gone is missing", "if again and again.step not in", "if again and again.step in")
+fault = of("runtime/world/replicas.py", killer)
+fault(
+    "a step that is settled is done twice",
+    "except ReplicasChangedError:\n            join(None)",
+    "except ZeroDivisionError:\n            join(None)",
+)
