@@ -26,6 +26,7 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.company import Company
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
+from ...runtime.attention.sparse import SparsePass
 from ...runtime.experts.routing import Routes
 from ...runtime.generate.dealing import Dealer
 from ...runtime.generate.engine import Decoder
@@ -159,19 +160,21 @@ class Host(ABC):
         labels: Labels | None = None,
         mark: Mark = no_mark,
         vectors: bool = False,
+        sparse: SparsePass | None = None,
     ) -> Scores:
         """Run the plan's forwards alone: the losses of its sequences, the same on every rank.
 
         Nothing is kept and no state changes: weights, gradients, random states, loads and biases of experts.
         ``labels``: which tokens are targets; None: each but the first of a sequence. ``vectors``: of the last hidden
-        states, too, whole on each tensor-parallel rank.
+        states, too, whole on each tensor-parallel rank. ``sparse``: what leaves blocks of keys out of attention, and
+        then knows which share it kept; None: nothing does.
         """
         self.trained.begin(plan)
         collector = LossCollector(len(plan.lengths), self.device)
         if vectors:
             collector = VectorCollector(len(plan.lengths), self.device, shape_of(self.recipe.model).hidden_size)
         with collector.watching(self.output_layer):
-            self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
+            self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device), sparse=sparse), collector)
         return collector.scores()._replace(**_weights_of(labels))
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
@@ -183,13 +186,19 @@ class Host(ABC):
         return collector.whole(plan.lengths)
 
     def token_losses(
-        self, plan: StepPlan, tokens_of: TokensOf, *, labels: Labels | None = None, mark: Mark = no_mark
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        *,
+        labels: Labels | None = None,
+        mark: Mark = no_mark,
+        sparse: SparsePass | None = None,
     ) -> Mapping[int, Tensor]:
         """The loss of each token as a target, by sequence [length], on the CPU of rank 0, empty on other ranks; 0 where
         a token is none. `score` sums them up."""
         self.trained.begin(plan)
         collector = TokenLossCollector()
-        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
+        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device), sparse=sparse), collector)
         return {number: losses_L.roll(1) for number, losses_L in collector.whole(plan.lengths).items()}
 
     def generate(

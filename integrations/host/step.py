@@ -17,6 +17,7 @@ from ...core.plan.step_plan import Slice, StepPlan
 from ...runtime.adapters.company import Company
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
+from ...runtime.attention.sparse import SparsePass
 from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import Executor, StageTrainer, run_stages
 from ...runtime.stage.stage_links import StageLinks
@@ -45,6 +46,8 @@ class Step:
     """Takes down the losses of the sequences that are trained on; None: nobody asks for them."""
     company: Company | None = None
     """Whose sequences the step has on all replicas; None: the plan has them all."""
+    sparse: SparsePass | None = None
+    """What a pass without gradients leaves blocks of keys out by; None: attention is dense."""
 
     @property
     def labels_of_all(self) -> Labels | None:

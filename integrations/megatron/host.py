@@ -228,6 +228,7 @@ class MegatronHost(Host):
                 plane=plane,
                 pack_multiple=self.pack_multiple,
                 trunks=len(step.plan.trunks) > 0,
+                sparse=step.sparse,
                 **readers,
             )
             return Batch(pack, seq_params(pack, routing=routing))

@@ -14,7 +14,7 @@ filled up with zeros, which change neither scores nor sums, so that every kernel
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -30,6 +30,7 @@ from .scores import ScoreForm
 from .sharing.attention import shared_attention
 from .sharing.running_job import joined
 from .sharing.shared import Shared
+from .sparse import say_dense, sparse_attention
 from .tree import tree_attention
 
 
@@ -69,6 +70,8 @@ def packed_attention(
 
 
 def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scores: ScoreForm) -> Tensor:
+    if pack.sparse and (pack.shared or pack.branching):
+        say_dense("of samples that ranks share, or that begin alike")
     if pack.shared:
         return _shared(q_THD, k_TGD, v_TGD, pack.shared, layer, scores)
     if pack.branching:
@@ -95,6 +98,9 @@ def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int,
 
 
 def _attend(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: SegmentRun, layer: int, scores: ScoreForm) -> Tensor:
+    if run.sparse:
+        dense = partial(_attend, q_NHD, k_NGD, v_NGD, run._replace(sparse=None), layer, scores)
+        return sparse_attention(q_NHD, k_NGD, v_NGD, run.sparse, layer, scores, dense)
     if run.cut:
         return _shared(q_NHD, k_NGD, v_NGD, run.cut, layer, scores)
     longest = max(run.lengths)

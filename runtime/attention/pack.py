@@ -33,6 +33,7 @@ from .copy_rows import copy_rows
 from .kv_cache import CachedRows
 from .prefix import PrefixStore
 from .sharing.shared import PiecesOf, Shared, token_layout
+from .sparse import SparsePass, SparseSegment
 
 IGNORE = -100
 """Label of a slot that carries no loss: what torch's cross_entropy ignores by default."""
@@ -48,7 +49,8 @@ TokensOf = Callable[[int], Tokens]
 
 
 class SegmentRun(NamedTuple):
-    """Neighbouring segments that one attention call takes: all of whole sequences, or all of sequences that are cut."""
+    """Neighbouring segments that one attention call takes: all of whole sequences, or all of sequences that are cut, or
+    one that leaves blocks of keys out."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment."""
@@ -58,6 +60,8 @@ class SegmentRun(NamedTuple):
     """int32; the same."""
     cut: Shared | None
     """Those of sequences that are cut, as what one rank alone shares; None for whole ones."""
+    sparse: SparseSegment | None = None
+    """How the one leaves blocks of keys out."""
 
 
 class SlotSpan(NamedTuple):
@@ -99,6 +103,8 @@ class Pack:
     """How its segments, without padding, continue each other; None: each begins a sequence, or what `slices` says."""
     cached: CachedRows | None = None
     """Where all its sequences keep keys and values from one forward to the next; None where they do not."""
+    sparse: SparsePass | None = None
+    """What a pass without gradients leaves blocks of keys out by; None: attention is dense."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], segments: tuple[int, ...], **fields: Any) -> Pack:
@@ -155,17 +161,22 @@ class Pack:
         slots = [end - first for first, end in pairwise(self.segments)]
         pieces = [self._cut_piece(place) for place in range(len(slots))]
         lengths = [piece.length if piece else n for piece, n in zip(pieces, self.lengths, strict=True)]
+        sparse: dict[int | None, SparseSegment] = {}
+        for place, one in enumerate(self.slices):
+            if self.sparse and (segment := self.sparse.segment(one, self.prefix)):
+                sparse[place] = segment
         runs: list[SegmentRun] = []
         spans: list[SlotSpan] = []
-        for _, group in groupby(range(len(slots)), key=lambda place: pieces[place] is not None):
+        kinds = groupby(range(len(slots)), key=lambda i: (pieces[i] is not None, i if i in sparse else None))
+        for (_, alone), group in kinds:
             places = list(group)
             for i in places:
                 spans += [SlotSpan(lengths[i], len(runs)), SlotSpan(slots[i] - lengths[i], None)]
             of_run = tuple(lengths[i] for i in places)
             borders = tuple(accumulate(of_run, initial=0))
             cut = tuple(piece for i in places if (piece := pieces[i]))
-            alone = Shared.alone(cut, self.prefix, borders) if cut and self.prefix else None
-            runs.append(SegmentRun(of_run, borders, self._on_device(borders), alone))
+            cut_ones = Shared.alone(cut, self.prefix, borders) if cut and self.prefix else None
+            runs.append(SegmentRun(of_run, borders, self._on_device(borders), cut_ones, sparse.get(alone)))
         solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
         return tuple(runs), tuple(SlotSpan(sum(span.size for span in row), run) for run, row in solid)
 
@@ -213,6 +224,7 @@ def build_pack(
     labels_of: TokensOf | None = None,
     weights_of: Callable[[int], npt.NDArray[np.float64]] | None = None,
     trunks: bool = False,
+    sparse: SparsePass | None = None,
     segment_multiple: int = 1,
     pack_multiple: int = 1,
 ) -> Pack:
@@ -229,6 +241,7 @@ def build_pack(
             token is the target of the token before it.
         weights_of: gives the weight of each token where it is a target [L]; None: each is 1.
         trunks: slices that begin late continue others of the micro-batch (`StepPlan.trunks`).
+        sparse: what a pass without gradients leaves blocks of keys out by.
         segment_multiple, pack_multiple: see `padded_borders`.
 
     Raises:
@@ -251,7 +264,9 @@ def build_pack(
     multiples = segment_multiple, pack_multiple
     pack = lay_out_pack(micro_batch, fill, prefix, plane=plane, multiples=multiples)
     branches = trunks and any(piece.start for piece in pack.slices)
-    return replace(pack, branching=Branching.of(pack.slices)) if branches else pack
+    if branches or sparse:
+        pack = replace(pack, branching=Branching.of(pack.slices) if branches else None, sparse=sparse)
+    return pack
 
 
 def lay_out_pack(

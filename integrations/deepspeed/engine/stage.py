@@ -58,7 +58,7 @@ class PackStage(StageTrainer):
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
         tokens_of, readers = self._step.tokens_of, readers_of(self._step.labels)
-        readers["trunks"] = len(self._step.plan.trunks) > 0
+        readers |= {"trunks": len(self._step.plan.trunks) > 0, "sparse": self._step.sparse}
         return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, **readers))
 
     def _weighed(self, logits_TV: Tensor, pack: Pack) -> Tensor:
