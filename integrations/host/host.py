@@ -170,6 +170,8 @@ class Host(ABC):
         then knows which share it kept; None: nothing does.
         """
         self.trained.begin(plan)
+        if sparse:
+            sparse.begin(plan)
         collector = LossCollector(len(plan.lengths), self.device)
         if vectors:
             collector = VectorCollector(len(plan.lengths), self.device, shape_of(self.recipe.model).hidden_size)
@@ -197,6 +199,8 @@ class Host(ABC):
         """The loss of each token as a target, by sequence [length], on the CPU of rank 0, empty on other ranks; 0 where
         a token is none. `score` sums them up."""
         self.trained.begin(plan)
+        if sparse:
+            sparse.begin(plan)
         collector = TokenLossCollector()
         self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device), sparse=sparse), collector)
         return {number: losses_L.roll(1) for number, losses_L in collector.whole(plan.lengths).items()}

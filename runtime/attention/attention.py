@@ -30,7 +30,7 @@ from .scores import ScoreForm
 from .sharing.attention import shared_attention
 from .sharing.running_job import joined
 from .sharing.shared import Shared
-from .sparse import say_dense, sparse_attention
+from .sparse import ALIKE, say_dense, sparse_attention
 from .tree import tree_attention
 
 
@@ -70,8 +70,8 @@ def packed_attention(
 
 
 def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scores: ScoreForm) -> Tensor:
-    if pack.sparse and (pack.shared or pack.branching):
-        say_dense("of samples that ranks share, or that begin alike")
+    if pack.sparse and pack.branching:
+        say_dense(ALIKE)
     if pack.shared:
         return _shared(q_THD, k_TGD, v_TGD, pack.shared, layer, scores)
     if pack.branching:

@@ -56,7 +56,7 @@ class QueryBlock(NamedTuple):
         return [self.stop - self.end + place + 1 - self.begin for place in places]
 
 
-class Choice(NamedTuple):
+class BlockChoice(NamedTuple):
     """What a chooser reads: the queries and keys of one sequence, or of a slice with all before it."""
 
     q_NHD: Tensor
@@ -67,7 +67,7 @@ class Choice(NamedTuple):
 
     @property
     def query_blocks(self) -> Iterator[QueryBlock]:
-        """In order."""
+        """The blocks of the grid in which the queries lie, one after the other."""
         start, size = len(self.k_MGD) - len(self.q_NHD), self.grid.queries
         for begin in range(start // size * size, len(self.k_MGD), size):
             stop = min(begin + size, len(self.k_MGD))
@@ -80,26 +80,26 @@ class Choice(NamedTuple):
 
 
 class Chooser(NamedTuple):
-    """One row of `CHOOSERS`."""
+    """One row of `CHOOSERS`, which says what is kept."""
 
     name: str
-    choose: Callable[[Choice], Tensor]
+    choose: Callable[[BlockChoice], Tensor]
     """The kept blocks, bool [G, I, J]; what is not whole before its query block is not looked at."""
     keeps: bool = False
     """What it chooses in a dense pass is for later passes of the same sample."""
 
 
-def sample(choice: Choice) -> Tensor:
+def sample(choice: BlockChoice) -> Tensor:
     """By the softmax of one query in `STRIDE`; a window of the last keys is kept besides."""
     return _by_mass(choice, STRIDE, WINDOW)
 
 
-def kept(choice: Choice) -> Tensor:
+def kept(choice: BlockChoice) -> Tensor:
     """By the softmax of all queries: as few blocks as can have the mass."""
     return _by_mass(choice, 1, 0.0)
 
 
-def estimate(choice: Choice) -> Tensor:
+def estimate(choice: BlockChoice) -> Tensor:
     """By products of queries and keys in 4 bits, without their means (that of queries counts exactly): a block is kept
     where a score, relative to the softmax's sum over the first and the own block, is above a threshold, which is halved
     until the kept ones are estimated to have the mass."""
@@ -152,7 +152,7 @@ def fewest(mass_GJ: Tensor, always_J: Tensor, own_G: Tensor, mass: float) -> Ten
     return torch.zeros_like(taken_GJ).scatter(-1, order_GJ, taken_GJ) | always_J
 
 
-def block_mass(choice: Choice, block: QueryBlock, stride: int = 1) -> tuple[Tensor, Tensor]:
+def block_mass(choice: BlockChoice, block: QueryBlock, stride: int = 1) -> tuple[Tensor, Tensor]:
     """The softmax of the queries of a block, every ``stride``-th, summed over them and the heads of a group: by each
     key block before it [G, J], and over the keys from its begin on [G]."""
     k_GMD = _wide(choice.k_MGD[: block.stop]).transpose(0, 1)
@@ -173,7 +173,7 @@ def in_4_bits(x_GMD: Tensor) -> Tensor:
     return (x_GMD / step_GM1).round() * step_GM1
 
 
-def _by_mass(choice: Choice, stride: int, window: float) -> Tensor:
+def _by_mass(choice: BlockChoice, stride: int, window: float) -> Tensor:
     chosen, size = choice.empty(), choice.grid.keys
     for number, block in enumerate(choice.query_blocks):
         if not block.begin:

@@ -26,16 +26,17 @@ import torch
 from torch import Tensor
 
 from ...core.aliases import Floats
-from ...core.plan.step_plan import Slice
+from ...core.plan.step_plan import Slice, StepPlan
 from ..world.agreement import everyone
 from .blocks import Inputs, choose_block, merge
-from .choosers import GRID, Choice, Chooser, Grid, in_blocks
+from .choosers import GRID, BlockChoice, Chooser, Grid, in_blocks
 from .kernels import KernelRow, first_of, has
 from .prefix import PrefixStore
 from .scores import ScoreForm
 
 log = logging.getLogger("evenload")
 
+SHARED, ALIKE = "of samples that ranks share", "of samples that begin alike"
 SEARCH_EVERY = 20
 """Passes of a sample from one search for its blocks to the next (AdaSpa searches at steps 10 and 30 of 50)."""
 
@@ -47,7 +48,8 @@ class KeptBlocks:
     """
 
     def __init__(self, cap_bytes: int | None = None, search_every: int = SEARCH_EVERY) -> None:
-        self.cap_bytes, self.search_every, self.num_bytes = cap_bytes, search_every, 0
+        self.cap_bytes, self.search_every = cap_bytes, search_every
+        self.num_bytes = 0
         self._rows: dict[tuple[str, int, int], tuple[npt.NDArray[np.uint8], int]] = {}
 
     def read(self, key: tuple[str, int, int], like: Tensor) -> Tensor | None:
@@ -97,20 +99,18 @@ class SparsePass:
     def __post_init__(self) -> None:
         self._pairs_3N = np.zeros((3, len(self.samples)))
 
-    @property
-    def num_sparse(self) -> int:
-        """Sequences that are not dense."""
-        return sum(name is not None for name in self.samples)
+    def begin(self, plan: StepPlan) -> None:
+        """What ranks share of a plan is dense, in all its slices."""
+        shared = {piece.sequence for m in plan.micro_batches if len(m.ranks) > 1 for piece in m.slices}
+        self.samples = [None if i in shared else name for i, name in enumerate(self.samples)]
+        if shared:
+            say_dense(SHARED)
 
     def segment(self, piece: Slice | None, store: PrefixStore | None) -> SparseSegment | None:
         """How a slice is attended to that this rank has for itself; None: densely."""
         if piece is None or self.samples[piece.sequence] is None:
             return None
-        cut = store is not None and piece.sequence in store
-        if cut and store is not None and store.local(piece) != piece:
-            say_dense("of samples that ranks share")
-            return None
-        return SparseSegment(self, piece, store if cut else None)
+        return SparseSegment(self, piece, store if store and piece.sequence in store else None)
 
     def note(self, sequence: int, pairs: tuple[float, float, float]) -> None:
         """Count pairs of a sequence: kept, computed, all."""
@@ -132,19 +132,19 @@ class SparseSegment(NamedTuple):
     """Of the keys and values before it; None: it is whole."""
 
 
-class Job(NamedTuple):
+class SparseCall(NamedTuple):
     """One choice to be carried out."""
 
-    choice: Choice
+    choice: BlockChoice
     v_MGD: Tensor
     chosen_GIJ: Tensor
 
 
 @dataclass(frozen=True)
 class SparseKernel(KernelRow):
-    """One row of `SPARSE`."""
+    """One row of `SPARSE`, which carries out a choice."""
 
-    run: Callable[[Job], Tensor]
+    run: Callable[[SparseCall], Tensor]
     """Gives out_NHD."""
 
 
@@ -166,9 +166,11 @@ def sparse_attention(
         say_dense(f"of layers with {' and '.join(sorted(scores.options))}")
         return dense()
     k_MGD, v_MGD = store.write(layer, piece, k_NGD, v_NGD) if store else (k_NGD, v_NGD)
-    choice = Choice(q_NHD, k_MGD, scores.scale, run.mass, run.grid)
+    choice = BlockChoice(q_NHD, k_MGD, scores.scale, run.mass, run.grid)
     key, like = (sample, layer, piece.start), choice.empty()
     if not like.numel():
+        pairs, _ = num_pairs(choice, like)
+        run.note(piece.sequence, (pairs, pairs, pairs))
         return dense()
     chosen = run.blocks.read(key, like) if run.chooser.keeps else run.chooser.choose(choice)
     if chosen is None and run.blocks.full(key, like):
@@ -182,11 +184,11 @@ def sparse_attention(
     run.note(piece.sequence, (kept, kept if out_NHD is None else whole, whole))
     if out_NHD is None:
         row = choose_sparse(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1])
-        out_NHD = row.run(Job(choice, v_MGD, chosen))
+        out_NHD = row.run(SparseCall(choice, v_MGD, chosen))
     return out_NHD
 
 
-def num_pairs(choice: Choice, chosen_GIJ: Tensor) -> tuple[float, float]:
+def num_pairs(choice: BlockChoice, chosen_GIJ: Tensor) -> tuple[float, float]:
     """Pairs of query and key that a choice leaves, and all that a causal mask leaves, of one head in each group."""
     kept, whole, groups = 0.0, 0.0, len(chosen_GIJ)
     for block, blocks in zip(choice.query_blocks, chosen_GIJ.sum((0, 2)).tolist(), strict=True):
@@ -197,13 +199,13 @@ def num_pairs(choice: Choice, chosen_GIJ: Tensor) -> tuple[float, float]:
     return kept, whole
 
 
-def _gather(job: Job) -> Tensor:
-    (q_NHD, k_MGD, scale, _, grid), v_MGD, chosen_GIJ = job
+def _gather(call: SparseCall) -> Tensor:
+    (q_NHD, k_MGD, scale, _, grid), v_MGD, chosen_GIJ = call
     forward = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1]).forward
     whole = len(k_MGD) // grid.keys * grid.keys
     blocks = [in_blocks(x[:whole].transpose(0, 1), grid.keys).contiguous() for x in (k_MGD, v_MGD)]
     out_NHD = torch.empty_like(q_NHD)
-    for number, block in enumerate(job.choice.query_blocks):
+    for number, block in enumerate(call.choice.query_blocks):
         rows, own = slice(block.first, block.end), slice(block.begin, block.stop)
         done = forward(Inputs(q_NHD[rows], k_MGD[own], v_MGD[own], True, scale))
         if block.begin:
@@ -218,17 +220,17 @@ def _gather(job: Job) -> Tensor:
     return out_NHD
 
 
-def _flex(job: Job) -> Tensor:
+def _flex(call: SparseCall) -> Tensor:
     """Queries before a slice that begins inside a block are filled up with zeros."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    (q_NHD, k_MGD, scale, _, grid), v_MGD, chosen_GIJ = job
-    first, groups = next(iter(job.choice.query_blocks)), len(chosen_GIJ)
+    (q_NHD, k_MGD, scale, _, grid), v_MGD, chosen_GIJ = call
+    first, groups = next(iter(call.choice.query_blocks)), len(chosen_GIJ)
     filled = len(k_MGD) - len(q_NHD) - first.begin
     own_IJ = torch.zeros(chosen_GIJ.shape[1], -(-len(k_MGD) // grid.keys), dtype=torch.bool)
     whole_GIJ = own_IJ.expand(groups, -1, -1).clone()
     whole_GIJ[..., : chosen_GIJ.shape[2]] = chosen_GIJ
-    for number, block in enumerate(job.choice.query_blocks):
+    for number, block in enumerate(call.choice.query_blocks):
         own_IJ[number, block.begin // grid.keys : -(-block.stop // grid.keys)] = True
 
     own_HIJ, whole_HIJ = (

@@ -1254,6 +1254,46 @@ fault(
 )
 fault = of("runtime/attention/kv_cache.py", cases("runtime/attention/test_rounded_keys.py"))
 fault("a block is copied without its steps", "for pool in kept:", "for pool in kept[::2]:")
+killer = cases("runtime/attention/test_sparse.py")
+fault = of("runtime/attention/sparse.py", killer)
+fault(
+    "the causal border lies a block early",
+    "slice(block.begin, block.stop)",
+    "slice(max(0, block.begin - grid.keys), block.stop)",
+)
+fault(
+    "kept blocks have the sums of another head",
+    "torch.cat(outs, 1), torch.cat(lses)",
+    "torch.cat(outs, 1), torch.cat(lses).roll(1, 0)",
+)
+fault(
+    "a head reads the kept blocks of another one",
+    "places = chosen_GIJ[group, number]",
+    "places = chosen_GIJ[-1 - group, number]",
+)
+fault(
+    "a sample takes the kept blocks of another one",
+    "(sample, layer, piece.start), choice",
+    '("", layer, piece.start), choice',
+)
+fault(
+    "a layer takes the kept blocks of another one",
+    "(sample, layer, piece.start), choice",
+    "(sample, 0, piece.start), choice",
+)
+fault("kept blocks are never searched again", "uses + 1 >= self.search_every", "False")
+fault("a pass that searches says it has left pairs out", "kept if out_NHD is None else whole", "kept")
+fault = of("runtime/attention/choosers.py", killer)
+fault("a chooser sees keys after its queries", ") >= visible_P1, -torch.inf)", ") > visible_P1, -torch.inf)")
+fault("the first block can be dropped", "always_J[0] = True", "always_J[0] = False")
+fault("blocks of the least mass are kept", "sort(-1, descending=True)", "sort(-1)")
+fault("keys are rounded by the steps of another head", "step_GM1 = (x_GMD.abs()", "step_GM1 = (x_GMD[:1].abs()")
+fault = of("runtime/attention/pack.py", cases("integrations/megatron/test_score.py", k="packs"))
+fault(
+    "slices have the blocks of the one before",
+    "sparse[place] = segment",
+    "sparse[place] = next(iter(sparse.values()), segment)",
+)
 fault = of("plugins/rollout/generate.py", cases("plugins/rollout/test_generate.py", k="mark_of_a_run"))
 fault("drafts make another run of the same samples", ', "drafts", "keys"}', ', "keys"}')
 fault = of("plugins/rollout/plan.py", killer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import relative_error
 from harness.proof import LENGTHS, planned, tokens
 from harness.proof.scores import (
+    BLOCKS,
     Plain,
+    causal,
     half_weighed,
     of_a_reference,
     off_by_token,
+    off_in_blocks,
     off_in_excess,
     off_in_losses,
     off_in_vectors,
+    seen_of,
 )
 from torch.nn.functional import cross_entropy
 
@@ -31,6 +36,7 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
     with hosted(stage, pp=pp, **more) as host:
         labels = half_weighed()
         expected, vectors = _one_by_one(host)
+        sparse, _ = _one_by_one(host, lambda length: seen_of(BLOCKS, length))
         before = _state(host)
         for name in plans:
             plan = planned(host, name)
@@ -47,6 +53,7 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
                     "has_all_logits": set(logits) == set(range(len(LENGTHS))),
                     "tokens": max((off_by_token(by_token[i], i, expected, labels) for i in by_token), default=0.0),
                     "loss": whole.loss,
+                    **off_in_blocks(host, plan, tokens_of, expected, sparse),
                 }
             )
         changed = [n for n, state in _state(host).items() if not torch.equal(state, before[n])]
@@ -59,17 +66,18 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
 
 
 @torch.no_grad()
-def _one_by_one(host: Any) -> tuple[Plain, dict[int, np.ndarray]]:
+def _one_by_one(host: Any, seen: Callable[[int], torch.Tensor] = causal) -> tuple[Plain, dict[int, np.ndarray]]:
     """Of whole sequences in Transformers' own model, one by one: logits and token losses, and the sum of each token's
-    place, from 1, times its last hidden state."""
+    place, from 1, times its last hidden state. ``seen``: keys by query, of a length."""
     model = build_model(host.recipe, attn_implementation="sdpa", experts_implementation="eager").eval()
     model.load_state_dict(host.weights())
     rows, vectors = {}, {}
     for number in range(len(LENGTHS)):
         ids = torch.from_numpy(tokens_of(number))[None]
-        out = model(ids)
+        mask = seen(LENGTHS[number])[None, None]
+        out = model(ids, attention_mask=mask)
         rows[number] = out.logits[0], cross_entropy(out.logits[0, :-1].double(), ids[0, 1:], reduction="none").numpy()
-        states = model.model(ids).last_hidden_state[0].double().numpy()
+        states = model.model(ids, attention_mask=mask).last_hidden_state[0].double().numpy()
         vectors[number] = sum((place + 1) * row for place, row in enumerate(states))
     return rows, vectors
 

@@ -25,7 +25,10 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks, pp, stage, plans):
             assert row["losses"] < 2e-6
             assert row["masked"] < 2e-6
             assert row["vectors"] < 2e-6
+            assert row["sparse"] < 2e-6, "blocks of keys left out, at once and as a dense pass has chosen"
+            assert row["pairs"] < 1e-12
             assert row["loss"] == first["loss"]
+        assert max(row["left out"] for row in result["plans"]) > 1e-4 or plans == ["shared 5"]
         assert max(result["excess"]) < 2e-6, "over the losses of a reference, token by token"
         assert max(row["tokens"] for row in result["plans"]) < 1e-5  # of losses of 5 and more
         assert max(result["trained"]) < 2e-6, "the losses of sequences that are trained on, of the weights before"

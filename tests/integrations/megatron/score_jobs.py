@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ from evenload.integrations.megatron import PlainModel
 from harness.proof import LENGTHS, planned, tokens
 from harness.proof.faults import around
 from harness.proof.scores import (
+    BLOCKS,
     Plain,
+    causal,
     half_weighed,
     of_a_reference,
     off_by_token,
+    off_in_blocks,
     off_in_excess,
     off_in_losses,
     off_in_vectors,
+    seen_of,
 )
 from megatron_tests.expert_jobs import small
 from megatron_tests.jobs import hosted
@@ -31,6 +36,7 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
     with hosted(world, **(small(**changes) if experts else changes)) as host:
         data, labels = tokens(), half_weighed()
         expected, vectors = _one_by_one(host, data)
+        sparse, _ = _one_by_one(host, data, lambda length: seen_of(BLOCKS, length))
         host.gradients(planned(host, "packs"), data)
         before = state_of(host)
         for which in plans:
@@ -50,6 +56,7 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
                     "tokens": max((off_by_token(by_token[i], i, expected, labels) for i in by_token), default=0.0),
                     "num_tokens": len(by_token),
                     "loss": whole.loss,
+                    **off_in_blocks(host, plan, data, expected, sparse),
                 }
             )
         changed = differing(before, state_of(host))
@@ -64,21 +71,23 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
 
 
 @torch.no_grad()
-def _one_by_one(host: Any, data: Any) -> tuple[Plain, dict[int, np.ndarray]]:
+def _one_by_one(
+    host: Any, data: Any, seen: Callable[[int], torch.Tensor] = causal
+) -> tuple[Plain, dict[int, np.ndarray]]:
     """Of whole sequences in stock layers, each in a batch of its own: logits and token losses, and the sum of each
-    token's place, from 1, times what the output layer gets."""
-    plain, rows, vectors, seen = PlainModel(host.recipe, host), {}, {}, list[torch.Tensor]()
-    hook = plain._model.output_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0][:, 0]))
+    token's place, from 1, times what the output layer gets. ``seen``: keys by query, of a length."""
+    plain, rows, vectors, last = PlainModel(host.recipe, host), {}, {}, list[torch.Tensor]()
+    hook = plain._model.output_layer.register_forward_pre_hook(lambda _, given: last.append(given[0][:, 0]))
     plain.routers.begin(np.array(LENGTHS))
     for number, length in enumerate(LENGTHS):
-        ids, mask = torch.from_numpy(data(number))[None], torch.ones(length, length, dtype=torch.bool).triu(1)
+        ids, mask = torch.from_numpy(data(number))[None], ~seen(length)
         call = ids, torch.arange(length)[None], mask[None, None]
         plain.routers.run(number)
         logits = plain._model(*call, runtime_gather_output=True)
-        vectors[number] = sum((place + 1) * row for place, row in enumerate(seen.pop().double().cpu().numpy()))
+        vectors[number] = sum((place + 1) * row for place, row in enumerate(last.pop().double().cpu().numpy()))
         # Megatron's own loss is float32 inside, on both sides.
         rows[number] = logits[0], plain._model(*call, labels=ids.roll(-1))[0, :-1].double().numpy()
-        seen.clear()
+        last.clear()
     hook.remove()
     plain.close()
     return rows, vectors

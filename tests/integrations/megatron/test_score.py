@@ -33,9 +33,12 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks, size, changes, plans
             assert row["masked"] < 1e-9
             assert row["vectors"] < 1e-9
             assert row["tokens"] < 1e-9
+            assert row["sparse"] < 1e-9, "blocks of keys left out, at once and as a dense pass has chosen"
+            assert row["pairs"] < 1e-12
             assert row["loss"] == first["loss"]
         assert max(result["trained"]) < 1e-9, "the losses of sequences that are trained on, of the weights before"
         assert max(result["sums"]) < 1e-9
+        assert max(row["left out"] for row in result["plans"]) > 1e-4
         assert max(result["excess"]) < 1e-9, "over the losses of a reference, token by token"
     assert all(row["num_tokens"] == 8 for row in results[0]["plans"])
     assert all(row["num_logits"] == 8 and row["logits"] < 1e-9 for row in results[0]["plans"])
