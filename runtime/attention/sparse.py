@@ -41,35 +41,40 @@ SEARCH_EVERY = 20
 """Passes of a sample from one search for its blocks to the next (AdaSpa searches at steps 10 and 30 of 50)."""
 
 
+BlocksKey = tuple[str, int, int]
+"""What names a sample, the layer, and where the slice begins."""
+
+
 class KeptBlocks:
     """Blocks of samples that one pass has chosen for later ones, a bit a block, on this rank.
 
-    Those that come first are kept; where ``cap_bytes`` leaves no room for a choice, it is none (`full`).
+    Those that come first are kept: `has_room` says whether more may be written under ``cap_bytes``.
     """
 
     def __init__(self, cap_bytes: int | None = None, search_every: int = SEARCH_EVERY) -> None:
         self.cap_bytes, self.search_every = cap_bytes, search_every
         self.num_bytes = 0
-        self._rows: dict[tuple[str, int, int], tuple[npt.NDArray[np.uint8], int]] = {}
+        self._rows: dict[BlocksKey, tuple[npt.NDArray[np.uint8], torch.Size, int]] = {}
 
-    def read(self, key: tuple[str, int, int], like: Tensor) -> Tensor | None:
-        """What was written under a sample's key, the layer, and where the slice begins; None: it is time to search."""
-        bits, uses = self._rows.get(key, (None, 0))
-        if bits is None or uses + 1 >= self.search_every:
+    def read(self, key: BlocksKey, like: Tensor) -> Tensor | None:
+        """What was written, if it has this shape; None: it is time to search."""
+        bits, shape, uses = self._rows.get(key, (None, None, 0))
+        if bits is None or shape != like.shape or uses + 1 >= self.search_every:
             return None
-        self._rows[key] = bits, uses + 1
+        self._rows[key] = bits, like.shape, uses + 1
         return torch.from_numpy(np.unpackbits(bits, count=like.numel()).astype(bool)).view(like.shape)
 
-    def full(self, key: tuple[str, int, int], like: Tensor) -> bool:
-        """Whether there is no room for a choice of this shape."""
-        more = 0 if key in self._rows else -(-like.numel() // 8)
-        return self.cap_bytes is not None and self.num_bytes + more > self.cap_bytes
+    def has_room(self, key: BlocksKey, like: Tensor) -> bool:
+        """Whether a choice of this shape may be written."""
+        return self.cap_bytes is None or self.num_bytes + self._more_bytes(key, like) <= self.cap_bytes
 
-    def write(self, key: tuple[str, int, int], chosen: Tensor) -> None:
+    def write(self, key: BlocksKey, chosen: Tensor) -> None:
         """Keep a choice for `search_every` - 1 passes."""
-        bits = np.packbits(chosen.numpy())
-        self.num_bytes += bits.nbytes if key not in self._rows else 0
-        self._rows[key] = bits, 0
+        self.num_bytes += self._more_bytes(key, chosen)
+        self._rows[key] = np.packbits(chosen.numpy()), chosen.shape, 0
+
+    def _more_bytes(self, key: BlocksKey, like: Tensor) -> int:
+        return -(-like.numel() // 8) - (self._rows[key][0].nbytes if key in self._rows else 0)
 
 
 class KeptPairs(NamedTuple):
@@ -173,7 +178,7 @@ def sparse_attention(
         run.note(piece.sequence, (pairs, pairs, pairs))
         return dense()
     chosen = run.blocks.read(key, like) if run.chooser.keeps else run.chooser.choose(choice)
-    if chosen is None and run.blocks.full(key, like):
+    if chosen is None and not run.blocks.has_room(key, like):
         say_dense(f"of samples beyond the {run.blocks.cap_bytes} bytes that blocks may take")
         return dense()
     out_NHD = None

@@ -202,6 +202,17 @@ def test_kept_blocks_are_those_of_the_sample_and_the_layer_until_they_are_search
     assert len(searched) == 6, "three choices, twice"
 
 
+def test_kept_blocks_of_a_slice_that_ends_elsewhere_are_none() -> None:
+    blocks, key = KeptBlocks(cap_bytes=10), ("a", 0, 0)
+    chosen = torch.ones(1, 4, 5, dtype=torch.bool)
+    blocks.write(key, chosen)
+    assert torch.equal(blocks.read(key, chosen), chosen)
+    assert blocks.read(key, torch.zeros(1, 5, 4)) is None
+    assert blocks.has_room(key, torch.zeros(80))
+    assert not blocks.has_room(key, torch.zeros(81))
+    assert not blocks.has_room(("b", 0, 0), torch.zeros(64))
+
+
 def test_what_has_no_room_is_dense_and_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "evenload")
     say_dense.cache_clear()
