@@ -27,8 +27,8 @@ TAU, LEAST_TAU = 1.0, 1e-4
 """The threshold to begin with, and SALE's one below which everything is kept. SALE begins at 0.008, for 64 queries of
 one head: among 512 of several heads some score is nearly always above that."""
 _SCORES = 1 << 20
-"""Scores that are held at once: as many as stay in a cache. Of 16,384 tokens, 4 heads over 2 of 32, one core, all blocks
-have their masses in 1.6 CPU s, with 1 << 24 at once in 3.9."""
+"""Scores that are held at once, such as stay in a cache. Masses of all blocks of 16,384 tokens, 4 heads over 2 of 32:
+1.6 CPU s, with 1 << 24 at once 3.9."""
 
 
 class Grid(NamedTuple):

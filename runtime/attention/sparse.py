@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -227,7 +227,7 @@ def _gather(call: SparseCall) -> Tensor:
 
 def _flex(call: SparseCall) -> Tensor:
     """Queries before a slice that begins inside a block are filled up with zeros."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask
 
     (q_NHD, k_MGD, scale, _, grid), v_MGD, chosen_GIJ = call
     first, groups = next(iter(call.choice.query_blocks)), len(chosen_GIJ)
@@ -256,9 +256,17 @@ def _flex(call: SparseCall) -> Tensor:
     )
     q_1HND, k_1GMD, v_1GMD = (x.transpose(0, 1)[None] for x in (q_NHD, k_MGD, v_MGD))
     q_1HND = torch.nn.functional.pad(q_1HND, (0, 0, filled, 0))
-    attend = torch.compile(flex_attention, dynamic=False) if q_NHD.is_cuda else flex_attention
-    out: Tensor = attend(q_1HND, k_1GMD, v_1GMD, block_mask=mask, scale=scale, enable_gqa=True)
+    tiles = {"BLOCK_M": grid.keys, "BLOCK_N": grid.keys}  # a tile may not reach over blocks
+    more: dict[str, Any] = {"scale": scale, "enable_gqa": True, "kernel_options": tiles}
+    out: Tensor = _flex_attention(q_NHD.is_cuda)(q_1HND, k_1GMD, v_1GMD, block_mask=mask, **more)
     return out[0, :, filled:].transpose(0, 1)
+
+
+@cache
+def _flex_attention(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiled else flex_attention
 
 
 def _indices(kept_HIJ: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,7 +277,7 @@ def _indices(kept_HIJ: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_cuda(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    return device.type == "cuda" and head_dim >= 16
+    return device.type == "cuda" and head_dim >= 16 and dtype != torch.float64
 
 
 SPARSE = (
