@@ -443,6 +443,11 @@ benchmarks/results/generation.md
     benchmarks/generation/test_generation.py::test_a_row_for_each_number_of_slots
   ## Exactness
     plugins/rollout/test_verify_generation.py::test_every_layout_generates_what_plain_generation_does
+benchmarks/results/scoring.md
+  ## What a pass costs
+    benchmarks/sparse/test_sparse_scripts.py::test_a_row_for_each_variant_and_share_of_pairs
+  ## What the loss is off by
+    benchmarks/sparse/test_sparse_scripts.py::test_a_row_for_each_chooser_and_overlaps_of_the_same_weights_are_whole
 benchmarks/results/gpu_rehearsed.md
   is a table that a test holds (`WAITS` in `tests/rehearsal/test_recipes.py`)
     rehearsal/test_recipes.py::test_a_recipe_runs_on_a_gpu
