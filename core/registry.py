@@ -42,6 +42,10 @@ class PluginConfig(Frozen):
         """Settings where no sequence may be cut."""
         return self
 
+    def unshared(self) -> PluginConfig:
+        """Settings where no ranks share a sequence."""
+        return self
+
     def in_rows(self, count: int = 1) -> PluginConfig | None:
         """Settings where a model keeps apart only what stands in rows of its own, ``count`` of which are a sequence of
         the plan; None: nothing is planned then."""

@@ -185,6 +185,8 @@ class Job(VerbJob):
             logger.warning("train.gc_every has no effect in %s: train alone collects garbage at once", verb)
         if self.recipe.train.export is not None:
             logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
+        if self.recipe.sparse.is_on:
+            logger.warning("sparse has no effect in %s: train and score alone leave blocks of keys out", verb)
         for kind in KINDS:
             if kind != "mix" and self.recipe.data_policy(kind):
                 logger.warning("the %s policy has no effect in %s: train alone scores samples", kind, verb)

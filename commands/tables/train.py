@@ -13,6 +13,7 @@ from ...core.input.format import clock, percent, seconds
 from ...training.sampling.figures import score_of
 from .scorers import lines_of
 from .show import Columns, Result, by_columns, column, grid, machine, of_plugins, plain
+from .sparse import said_of, word_of
 
 _VARIANT: Columns = {
     "": column("name"),
@@ -92,6 +93,7 @@ def _bubbles(name: str, rows: list[Result]) -> Table:
 def _domains(steps: Sequence[Result], validations: Sequence[Result]) -> list[Table]:
     """What was drawn of each domain and what it came to; none without domains."""
     held_out = (validations[-1]["domains"] or {}) if validations else {}
+    sparse = word_of(validations[-1].get("sparse")) if validations else ""
     trained: dict[str, list[Result]] = {}
     for step in steps:
         for name, own in (step["domains"] or {}).items():
@@ -104,7 +106,7 @@ def _domains(steps: Sequence[Result], validations: Sequence[Result]) -> list[Tab
         losses = [f"{own['loss']:.4f}" for own in (*rows[:1], *rows[-1:])] or ["", ""]
         scored = f"{held_out[name]['loss']:.4f}" if name in held_out else ""
         cells.append([name, f"{samples:,}", percent(targets / total) if total else "", losses[0], losses[-1], scored])
-    head = ("domain", "samples", "of targets", "first loss", "last loss", "validation")
+    head = ("domain", "samples", "of targets", "first loss", "last loss", f"validation{sparse}")
     return (
         [grid("domains", head, cells, "losses of the first and the last step that drew of the domain")] if cells else []
     )
@@ -127,12 +129,13 @@ def _validations(rows: Sequence[dict[str, Any]]) -> list[Table]:
         caption += _cost_of_samples([row["generate"] for row in rows if row["generate"]])
     if len(shown) < len(rows):
         caption += f"\n{len(shown)} of {len(rows)} validations; --json has all"
+    caption += said_of(last.get("sparse"))
     return [grid("validation", head, cells, caption, bold=shown.index(lowest))]
 
 
 def _validation(row: dict[str, Any]) -> list[Any]:
-    rate = row["tokens"] / row["validation_s"]
-    return [row["step"], f"{row['loss']:.4f}", row["perplexity"], rate, seconds(row["validation_s"])]
+    rate, loss = row["tokens"] / row["validation_s"], f"{row['loss']:.4f}{word_of(row.get('sparse'))}"
+    return [row["step"], loss, row["perplexity"], rate, seconds(row["validation_s"])]
 
 
 def _sampled(row: Mapping[str, float] | None, names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from ...core.input.format import clock, percent, seconds
 from ...training.sampling.figures import figures_of
 from .show import Columns, Result, by_columns, column, plain
+from .sparse import word_of
 
 _SHOWN = 10
 _WIDTH = 56
@@ -64,7 +65,7 @@ def table(result: Result) -> Group:
         scores = {name: score for name, score in (best.get("generate") or {}).items() if isinstance(score, float)}
         sampled = f", {figures_of(scores)}" if scores else ""
         loss = "no number" if best.get("loss") is None else f"{best['loss']:.4f}"
-        about.append(f"validation after {best['step']} steps: loss {loss}{sampled}")
+        about.append(f"validation after {best['step']} steps: loss {loss}{word_of(best.get('sparse'))}{sampled}")
     if tenants := result["tenants"]:
         about.append("losses: " + ", ".join(f"{name} {loss:.4f}" for name, loss in tenants.items()))
     columns = {name: cell for name, cell in _STEP.items() if any(cell(row) is not None for row in rows)}

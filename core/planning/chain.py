@@ -25,7 +25,7 @@ from ..registry import LayerPlugin, SlicePlugin, StepPlugin
 from ..simulate.v_shape import merged
 from .judge import Candidate, beside, judge, outcome_of
 from .layer_policies import LayerPolicies
-from .notes import LEFT_OUT, unequal_caps, warn_of_idle
+from .notes import LEFT_OUT, unequal_caps, warn_of_idle, warn_of_sparse
 from .rivals import STOCK, Rivals
 from .setting import Setting, context_of, limits_of, refuse_others, refuse_too_many
 from .static_cp import folded, unfold_cp
@@ -78,6 +78,7 @@ class PlanChain(Terms):
         chain = cls.of_recipe(recipe, layout, setting)
         if warn:
             warn_of_idle(chain.links, whole=whole, orders=orders)
+            warn_of_sparse(recipe)
         running = ((p, c.model_copy(update=p.needs.replays)) for p, c in chain.links if "orders" not in p.decides)
         links, limits = chain.links if orders else tuple(running), replace(chain.limits, whole_sequences=whole)
         return replace(chain, links=links, limits=limits)

@@ -42,6 +42,12 @@ def warn_of_no_trees(recipe: Recipe, why: str) -> None:
         logger.warning("%s has no effect in the first step: %s", recipe.trees_asked, why)
 
 
+def warn_of_sparse(recipe: Recipe) -> None:
+    """Warn of sparse scoring in a training loop that is not ours, which evaluates by itself."""
+    if recipe.sparse.is_on:
+        logger.warning("sparse has no effect in a training loop of your own: what it scores is dense")
+
+
 def warn_of_idle(links: Iterable[tuple[Plugin, PluginConfig]], *, whole: bool, orders: bool) -> None:
     """Warn of settings without effect in a training loop that is not ours; `PlanChain.of_model` has the arguments."""
     wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"

@@ -35,6 +35,7 @@ from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import StepPlan, as_lengths
 from .chain import PlanChain
+from .forward_only import computing
 from .judge import outcome_of, wanted_no_more
 from .notes import warn_once
 from .stages import SHARE, PlanStages
@@ -92,6 +93,11 @@ class Draw(NamedTuple):
     """What the weights that the data give each sequence's targets add up to [S]; None: each of these is 1."""
     divisor: Divisor = None
     """What is given to divide the weighted losses by; no ``weight`` changes it."""
+    twins: npt.NDArray[np.int64] | None = None
+    """Places of the sequences that its last ones repeat, to be scored densely as well; None: attention is dense."""
+    computes: Floats | None = None
+    """The share of its pairs of query and key that the attention of each sequence is expected to compute [S]; None: all
+    of them."""
     part: BatchPart | None = None
     """Of which batch these are the sequences of one replica; None: they are all there are."""
 
@@ -103,6 +109,13 @@ class Draw(NamedTuple):
         }
         weight = self.weight if np.ndim(self.weight) == 0 else np.asarray(self.weight)[places]
         return self._replace(**own, weight=weight)
+
+    @property
+    def own(self) -> Draw:
+        """The batch without its twins."""
+        if self.twins is None:
+            return self
+        return self.at(np.arange(len(self.samples) - len(self.twins)))._replace(twins=None, computes=None)
 
     @property
     def num_targets(self) -> npt.NDArray[np.int64]:
@@ -256,7 +269,7 @@ class Planner:
         draw, turns = self._draw(), self._turns
         chain, batch = self.chain if number else self._first, as_lengths(draw.lengths)
         trees = branches_of(chain, batch, draw.groups, draw.trunks)
-        chain = chain.of_groups(None if draw.trunks is not None else draw.groups)
+        chain = computing(chain.of_groups(None if draw.trunks is not None else draw.groups), batch, draw.computes)
         if draw.tenants is not None or trees or not chain.staged or chain.work_s(batch) < WORTH_S:
             turns = None
         if turns is not None and not turns.is_own(number):

@@ -46,8 +46,10 @@ from .sections import (
     Planner,
     Safety,
     Section,
+    Sparse,
     Train,
 )
+from .sparse import idle_of_sparse
 from .stages import stage_layers
 from .traits import TRAINERS
 
@@ -68,6 +70,7 @@ class Recipe(Section):
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     generate: Generate = Generate()
+    sparse: Sparse = Sparse()
     log: Log = Log()
     planner: Planner = Planner()
     safety: Safety = Safety()
@@ -98,9 +101,11 @@ class Recipe(Section):
         return config
 
     def idle(self) -> list[str]:
-        """Messages about plugins that are disabled though their sections ask for something."""
+        """Messages about plugins that are disabled though their sections ask for something, and about sparse scoring
+        without effect."""
         off = [plugin for plugin in registry.registered() if plugin not in self.enabled()]
-        return [said for said in (self.config_of(plugin.name).idle() for plugin in off) if said]
+        said = (self.config_of(plugin.name).idle() for plugin in off)
+        return [*filter(None, said), *idle_of_sparse(self)]
 
     @property
     def sharded_experts(self) -> bool:

@@ -12,6 +12,7 @@ from .policies import rules_of_policies
 from .sections import REPLACED, Model, Parallel, Train
 from .shares import rules_of_mixture
 from .sizes import shape_of
+from .sparse import rules_of_sparse
 from .traits import trainer_called
 
 
@@ -63,6 +64,7 @@ def refuse_impossible(recipe: Any) -> None:
         *trainer_called(recipe.trainer).rules(recipe),
         *_rules_of_data(recipe),
         *_rules_of_best(recipe),
+        *rules_of_sparse(recipe),
     )
     if p.replicas:
         _ = recipe.of_replicas

@@ -405,6 +405,35 @@ class DeepSpeed(Section):
     """Further ds_config keys; what evenload must own (batch sizes, precision, clipping) is refused here."""
 
 
+SPARSE_BLOCKS = 512, 64
+"""Queries and keys of a block of sparse attention."""
+
+
+class Sparse(Section):
+    """Attention that leaves blocks of keys out where losses are computed and nothing is trained: in validations,
+    `evenload score`, plugins.data.select and weight. Gradients and generation have all keys, always."""
+
+    choose: Literal["dense", "sample", "estimate", "kept"] = "dense"
+    """dense: leave nothing out. sample: by some queries (SampleAttention, arXiv 2406.15486). estimate: by products of 4
+    bits (SALE, arXiv 2505.24179). kept: by an earlier dense pass of the same sample (AdaSpa, arXiv 2502.21079)."""
+    mass: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """The share of the softmax that kept blocks shall have; 1 is dense."""
+    min_length: bounds.SampleLength = 16384
+    """Tokens of the shortest sample that leaves blocks out."""
+    dense_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """The share of these samples, drawn by hash, that are scored densely as well: they correct the loss and say what it
+    is off by."""
+    limit: bounds.AmountOrNone = 0.002
+    """Relative error of a drawn sample's loss above which the pass is repeated densely."""
+    state_bytes: bounds.TokenCount | None = None
+    """Bytes of a rank that blocks of ``kept`` may take; samples beyond it are dense. Null: what they need."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything may be left out."""
+        return self.choose != "dense" and self.mass < 1
+
+
 class Generate(Section):
     """How `evenload generate` draws samples, and when they end; `train.seed` is that of the draws."""
 

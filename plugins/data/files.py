@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from ...core.aliases import Floats
@@ -10,6 +11,8 @@ from ...core.policies import KINDS, ChosenPolicy
 from ...core.recipe.recipe import Recipe
 from ...data.sources import Source, targets_of
 from .reference import ReferenceLosses, numbers_in
+
+logger = logging.getLogger("evenload")
 
 
 class PolicyFiles(NamedTuple):
@@ -35,7 +38,10 @@ def open_files(chosen: ChosenPolicy, source: Source) -> PolicyFiles:
 def refuse_policies(recipe: Recipe, source: Source) -> None:
     """Raise EvenloadError where the policies of a recipe cannot work on its data: before a rank starts."""
     for chosen in filter(None, map(recipe.data_policy, KINDS)):
-        open_files(chosen, source)
+        files = open_files(chosen, source)
+        if files.reference is not None and files.reference.sparse:
+            text = "plugins.data.reference is sparse: its losses are of attention that left blocks of keys out (%s)"
+            logger.info(text, files.reference.sparse)
     if (select := recipe.data_policy("select")) is None:
         return
     asked, there = (

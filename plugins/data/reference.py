@@ -3,6 +3,8 @@
     FOLDER/DOMAIN.npy        float32 [tokens of the domain's samples, one after the other]; 0 where no target is
     FOLDER/reference.json    {"data": {DOMAIN: fingerprint}}; named unfinished.json until all is written
 
+Where attention left blocks of keys out, it also has what losses are off by (`core.sparse_error`), under "sparse".
+
 Data that are no mixture are the one domain ``all``. A reference of more domains than a run has serves it, too.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,8 @@ class ReferenceLosses:
         what = f"the losses of a reference in {shorten(str(folder))}"
         if not reading.is_file(folder / NAME):
             raise EvenloadError(f"{what} are not there, or not whole", f"no {NAME}", _DO)
-        known = reading.mapping(reading.read_json(folder / NAME, what, _DO), what, _DO).get("data")
+        written = reading.mapping(reading.read_json(folder / NAME, what, _DO), what, _DO)
+        known, self.sparse = written.get("data"), written.get("sparse")
         self._places, self._targets = LossPlaces(source), targets_of(source)
         self._arrays: dict[str, NDArray[Any]] = {}
         for name, part in self._places.parts.items():
@@ -94,7 +98,8 @@ class LossFiles:
         for name in left_unfinished(folder):
             (folder / name).unlink()
         data = {name: part.fingerprint for name, part in self._places.parts.items()}
-        (folder / UNFINISHED).write_text(json.dumps({"data": data}, indent=1))
+        self._known: dict[str, Any] = {"data": data}
+        (folder / UNFINISHED).write_text(json.dumps(self._known, indent=1))
         self._arrays = {
             name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.float32, (tokens,))
             for name, tokens in self._places.tokens.items()
@@ -105,10 +110,12 @@ class LossFiles:
         name, tokens = self._places.of(sample)
         self._arrays[name][tokens] = losses
 
-    def finish(self) -> int:
-        """Say that all are written, and of which data; bytes of them."""
+    def finish(self, sparse: Mapping[str, Any] | None = None) -> int:
+        """Say that all are written, and of which data; bytes of them. ``sparse``: what they are off by, if they are."""
         for one in self._arrays.values():
             one.flush()
+        if sparse is not None:
+            (self._folder / UNFINISHED).write_text(json.dumps({**self._known, "sparse": sparse}, indent=1))
         os.replace(self._folder / UNFINISHED, self._folder / NAME)
         return sum(one.nbytes for one in self._arrays.values())
 

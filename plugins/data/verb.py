@@ -33,8 +33,9 @@ def score(
 
 def _table(result: dict[str, Any]) -> Table:
     from ...commands.tables.show import grid
+    from ...commands.tables.sparse import said_of, word_of
     from ...core.input.format import mib, seconds
 
     rows = [(name, own["samples"], own["targets"], f"{own['loss']:.4f}") for name, own in result["domains"].items()]
-    caption = f"{mib(result['bytes'])} in {seconds(result['seconds'])}"
-    return grid(result["folder"], ("domain", "samples", "targets", "loss"), rows, caption)
+    caption = f"{mib(result['bytes'])} in {seconds(result['seconds'])}{said_of(result['sparse'])}"
+    return grid(result["folder"], ("domain", "samples", "targets", f"loss{word_of(result['sparse'])}"), rows, caption)

@@ -55,5 +55,8 @@ class MeshConfig(PluginConfig):
         """``engines: ring`` means ``engines: [ring]``."""
         return (value,) if isinstance(value, str) else value
 
+    def unshared(self) -> MeshConfig:
+        return self.model_copy(update={"max_degree": 1})
+
     def capped(self, limits: Limits) -> Limits:
         return limits.under(self.max_tokens)

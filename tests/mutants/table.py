@@ -2012,6 +2012,43 @@ fault(
 fault = of("training/validation/validation.py", cases("training/validation/test_best.py"))
 fault("the lowest loss is that of other samples", 'same and are_same(saved["data"], data, "data.validation")', "True")
 
+fault(
+    "a sparse loss is compared with a dense one",
+    "self._best_is_sparse not in (None, sparse)",
+    "self._best_is_sparse in ()",
+)
+fault(
+    "a pass that was scored again densely is compared by its dense loss",
+    "self._losses(passed.first)",
+    "self._losses(passed.scores)",
+)
+
+killer = cases("training/test_sparse_passes.py")
+fault = of("training/sparse_passes.py", killer)
+fault(
+    "who is scored densely as well depends on what passes computed",
+    "self._settings.dense_share, self._seed, self._least)",
+    "self._settings.dense_share, self._seed + len(self._known), self._least)",
+)
+fault(
+    "each rank decides alone whether a pass is repeated",
+    "from_first(lambda: losses.error(settings.choose, settings.limit, computed))",
+    "losses.error(settings.choose, settings.limit, computed)",
+)
+fault(
+    "the error of drawn samples stands for these alone",
+    "own[one.twins] += samples / max(1, twins) * (",
+    "own[one.twins] += (",
+)
+fault("dense twins leave blocks out", "np.flatnonzero(self._may(own))\n", "np.flatnonzero(self._may(draw))\n")
+
+fault = of("core/sparse_error.py", cases("core/test_sparse_error.py"))
+fault("a loss that is no number is within the limit", "not worst <= limit", "worst > limit")
+fault("the interval leaves the other samples out", "(self.rest + len(self.cheap) * side)", "(len(self.cheap) * side)")
+
+fault = of("core/planning/forward_only.py", cases("core/planning/test_forward_only.py"))
+fault("what is dense costs what is sparse does", "(shares - share) * squares", "0 * (shares - share) * squares")
+
 killer = cases("plugins/rollout/test_sample_file.py")
 fault = of("plugins/rollout/sample_file.py", killer)
 fault(

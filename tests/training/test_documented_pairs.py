@@ -33,7 +33,7 @@ generate: {max_new_tokens: 4, end_tokens: [10]}
 plugins: {packing: {enabled: true, max_tokens: 128}}
 """
 REWARDS = "def share(prompt, text, row): return len(text) % 3 / 2\ndef first(text): return text[:1] or None\n"
-SECTIONS = ("data.validation", "generate", "plugins.data", "checkpoint")
+SECTIONS = ("data.validation", "generate", "plugins.data", "checkpoint", "sparse")
 VALUES = {
     "data.validation.source": ["held.jsonl"],
     "data.validation.domains": [{"held": "held.jsonl", "code": "code.jsonl"}],
@@ -82,6 +82,12 @@ VALUES = {
     "generate.collect.prune.rescore": [0, 0.5],
     "generate.collect.prune.below": [0.5],
     "generate.collect.prune.most": [1],
+    "sparse.choose": ["dense", "sample", "estimate", "kept"],
+    "sparse.mass": [0.5, 1],
+    "sparse.min_length": [16],
+    "sparse.dense_share": [0.5, 1],
+    "sparse.limit": [0, 0.01],
+    "sparse.state_bytes": [1 << 20, None],
     "plugins.data.enabled": [True, False],
     "plugins.data.mix.policy": ["temperature", "odm", "doremi", "ado"],
     "plugins.data.mix.settings": [{"smoothing": 0.5}],
@@ -116,6 +122,7 @@ NEEDS = [
     ("plugins.data.weight.", (), {"plugins.data.weight.policy": "loss"}),
     ("plugins.data.weight.policy", ("adapt",), {"data.validation.batches": 1}),
     ("plugins.data.", (), {"plugins.data.enabled": True}),
+    ("sparse.", (), {"sparse.choose": "sample"}),
     ("data.validation.generate.", (), {"data.validation.generate.prompts": "p.jsonl"}),
     ("data.validation.generate.", (), {"data.validation.generate.score": "documented_rewards:share"}),
 ]

@@ -140,6 +140,7 @@ def launch_replicas(words: Sequence[str], recipe: Recipe, elastic: Elastic, prog
     if (size := sum(sizes[number] for number in numbers)) > LOCAL_RANKS:
         do = "start each replica on a machine of its own with --replica N --meet HOST:PORT"
         raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"{size} ranks", do)
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
     return _Job(words, recipe, elastic, progress).run(numbers)
 
 
@@ -253,7 +254,10 @@ class _Job:
     def _again(self, number: int) -> None:
         """Start a lost replica again, unless that has been in vain."""
         if self._losses[number][1] >= MOST_LOSSES or self._last == 2:
-            _say(f"replica {number} is given up: lost {self._losses[number][1]} times with no step in between")
+            why = (
+                "its request is refused" if self._last == 2 else f"it was lost {MOST_LOSSES} times with no step between"
+            )
+            _say(f"replica {number} is given up: {why}")
             return
         self._start(number)
 

@@ -52,11 +52,16 @@ class _Tenant(BaseModel, extra="allow", strict=True):
     loss: float | None = None
 
 
+class _Sparse(BaseModel, extra="allow", strict=True):
+    dense: bool
+
+
 class _Validation(BaseModel, extra="allow", strict=True):
     step: _Count
     loss: float | None = None
     """None: it was no number."""
     generate: dict[str, Any] | None = None
+    sparse: _Sparse | None = None
 
 
 class _Line(BaseModel, extra="allow", strict=True):

@@ -113,7 +113,8 @@ def entry_of_validation(row: Validated) -> Entry:
     scalars = {"loss": row.loss, "perplexity": row.perplexity, "tokens_per_s": row.tokens_per_s}
     scalars |= _of_domains(row.domains)
     scalars |= {f"generate/{name}": value for name, value in (row.generate or {}).items()}
-    named = {f"evenload/validation/{name}": value for name, value in scalars.items()}
+    series = "sparse/" if row.sparse and not row.sparse.dense else ""
+    named = {f"evenload/validation/{series}{name}": value for name, value in scalars.items()}
     whole = {name: value for name, value in asdict(row).items() if value is not None}
     return Entry(row.step, named, {"validation": whole}, always=True)
 

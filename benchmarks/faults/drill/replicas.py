@@ -104,7 +104,7 @@ def start(kind: str, place: Path, fault: Row | None, *words: str) -> subprocess.
 
 def undisturbed(kind: str, folder: Path) -> Path:
     """The folder of a run on the same replicas, none of which is lost."""
-    place = folder / f"undisturbed {kind}"
+    place = folder / f"undisturbed_{kind}"
     done = ended(start(kind, place, None), place)
     assert done["code"] == 0, (place / "output").read_text()[-3000:]
     return place
@@ -128,7 +128,7 @@ def next_row_s(log: Path, stamp: Path, limit_s: float = 120.0) -> float | None:
 
 def run(fault: Fault, folder: Path, reference: Path) -> Row:
     """One fault, beside the undisturbed run."""
-    place = folder / fault.name.replace(" ", "_")
+    place = folder / fault.name.replace(" ", "_").replace(":", "")
     stamp, log = place / "stamp", place / "log.jsonl"
     planted = {"rank": fault.rank, "replica": str(fault.replica), "how": fault.how, "at": "mark", "where": fault.where}
     planted |= {"step": FAULTY_STEP, "delay_s": 0, "stamp": str(stamp), "disk": "", "left": 0}

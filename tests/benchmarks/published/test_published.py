@@ -42,6 +42,16 @@ def test_a_claim_stands_beside_both_baselines(name: str, result_of: Run) -> None
         assert all(0 < row[side]["peak_bytes"] <= 8e10 for side in ("theirs", "simple", "ours"))
 
 
+def test_sparse_passes_come_to_the_gain_of_their_settings(result_of: Run) -> None:
+    """By hand: 1 / (11 % + 19 %), and 500 of 600 PFLOPs at 36 %; the needed share gives the published gain."""
+    rows = {row["name"].partition(",")[0]: row for row in result_of("sparse")["rows"]}
+    assert rows["SALE"]["ideal"] == pytest.approx(1 / 0.3)
+    assert rows["AdaSpa"]["ideal"] == pytest.approx(600 / (100 + 500 * 0.36))
+    for row in rows.values():
+        left = row["needed"] + row["choosing"]
+        assert 1 / (1 - row["attention"] * (1 - left)) == pytest.approx(row["published"])
+
+
 def test_chunks_gain_over_one_sequence_a_micro_batch(result_of: Run) -> None:
     """ChunkFlow's own method, and evenload no slower than it."""
     (row,) = result_of("chunkflow")["rows"]

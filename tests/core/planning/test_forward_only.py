@@ -9,7 +9,7 @@ from evenload.core.laws import check
 from evenload.core.plan.forwards import lower_forwards
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.forward_only import forward_only
+from evenload.core.planning.forward_only import computing, forward_only, on_single_ranks
 from evenload.core.planning.judge import judge, outcome_of
 from evenload.core.recipe.recipe import load
 
@@ -65,3 +65,37 @@ def test_every_forward_runs_once_and_nothing_stays(name):
     assert math.isfinite(sum(peaks))
     kept = chain_of(name).plan(batches()[0])
     assert max(peaks) < max(peak for s in range(kept.limits.num_stages) for peak, _ in peaks_of_stage(kept, s))
+
+
+def test_attention_costs_the_share_that_it_computes_and_ranks_stay_even():
+    """Sixteen long samples, a quarter of them dense: by their shares ranks are even, by dense prices they are not."""
+    recipe = load("recipes/mesh.yaml", ["model.vocab_size=256", "parallel.dp=4", "data.max_length=32768"])
+    recipe = recipe.changed({"plugins.packing.enabled": True, "plugins.packing.max_tokens": 32768})
+    chain = forward_only(PlanChain.of_recipe(recipe, recipe.layout()))
+    alone, batch = on_single_ranks(chain), as_lengths([32768] * 16)
+    assert chain.shares
+    assert not alone.shares
+    shares = np.where(np.arange(16) % 4, 0.2, 1.0)
+    priced = computing(alone, batch, shares)
+    costs, dense = priced.context.costs, alone.context.costs.forward
+    assert np.allclose(costs.sequence_s(batch), dense.linear_s * 32768 + shares * dense.pair_s * 32768**2 / 2)
+    assert computing(alone, batch, None) is alone
+    by_share, by_length = (outcome_of(own.plan(batch), priced.context).busy_s.sum(0) for own in (priced, alone))
+    assert by_share.max() / by_share.mean() <= 1.05 < by_length.max() / by_length.mean()
+
+
+def test_a_planner_that_lets_ranks_share_sequences_and_plans_alone_puts_each_on_a_rank_evenly():
+    alone = on_single_ranks(forward_only(chain_of("mesh")))
+    for batch in batches():
+        plan = alone.plan(batch)
+        busy = outcome_of(plan, alone.context).busy_s.sum(0)
+        assert {len(one.ranks) for one in plan.micro_batches} == {1}
+        assert busy.max() / busy.mean() <= 1.05
+
+
+def test_where_sequences_may_be_cut_each_costs_the_mean_share():
+    chain, batch = forward_only(chain_of("quickstart")), as_lengths([100_000, 2_000])
+    priced = computing(chain, batch, np.array([0.25, 1.0]))
+    share = (0.25 * 50**2 + 1) / (50**2 + 1)
+    assert not priced.context.costs.beside
+    assert priced.context.costs.forward.pair_s == pytest.approx(share * chain.context.costs.forward.pair_s)
