@@ -26,6 +26,7 @@ from ..integrations.host.scoring import Scores
 from ..runtime.attention.choosers import CHOOSERS
 from ..runtime.attention.sparse import KeptBlocks, SparsePass
 from ..runtime.world.agreement import from_first
+from ..runtime.world.replicas import job_group
 from .job import Job, logger
 from .preflight import refuse_longest
 
@@ -65,12 +66,14 @@ class SparsePasses:
     """
 
     def __init__(self, job: Job, *, least: int = 0) -> None:
-        self._settings, self._seed, self._least = job.recipe.sparse, job.recipe.train.seed, least
+        self._settings = job.recipe.sparse
+        self._seed = job.recipe.train.seed
+        self._least = least
         self._blocks = KeptBlocks(self._settings.state_bytes)
         self._known = dict[int, float]()
         """The share of its pairs that each sample kept last."""
         self.is_on = self._settings.is_on and bool((job.source.lengths >= self._settings.min_length).any())
-        if self.is_on and len(job.replicas.chains) > 1:
+        if self.is_on and job_group() is not None:
             logger.info("sparse scoring: samples that replicas divide among them are dense")
             self.is_on = False
         self.chain = _chain_of(job) if self.is_on else forward_only(job.chain)

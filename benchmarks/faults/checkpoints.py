@@ -50,7 +50,7 @@ def measure(job: Job, folder: Path, repeats: int) -> dict[str, Any]:
         hashed = repeat % 2 == 1
         files.stamp = hashing if hashed else sizes_alone
         start = time.perf_counter()
-        keep(job, folder, repeat, planned)
+        keep(job, folder, repeat, planned.draw.state)
         if repeat:  # the first warms up
             timed("save with hashes" if hashed else "save without", start)
         if hashed:
@@ -76,7 +76,7 @@ def measure_background(job: Job, folder: Path, repeats: int) -> dict[str, Any]:
             job.host.train_step(planned.plan, job.tokens_of(planned.draw), lr=1e-4)
             stepped = time.perf_counter()
             is_behind = repeat % 2 == 1
-            keep(job, folder, repeat, planned, background=background if is_behind else None)
+            keep(job, folder, repeat, planned.draw.state, background=background if is_behind else None)
             if repeat > 1:  # the first of each warms up
                 seconds["step"].append(stepped - started)
                 seconds["save, background" if is_behind else "save, foreground"].append(time.perf_counter() - stepped)

@@ -17,7 +17,8 @@ lost, twice    samples, over all six steps
 --only runs the cases whose name has the text in it, such as "mesh, ring" or "stop rank 0".
 
 With --restarts the job runs under ``torchrun --max-restarts 2`` instead, with one agent and with two, rank 1 is killed
-once, at ten moments, and nobody starts anything again (`drill/restarts.py`).
+once, at ten moments, and nobody starts anything again (`drill/restarts.py`). "resized" is a job of ``--nnodes 1:3``
+that grows and shrinks.
 
 With --replicas the job has two replicas that come and go (`drill/replicas.py`), and the seconds are from the fault
 to the next step.
@@ -142,6 +143,8 @@ def restarted(only: str, folder: Path) -> Iterator[dict[str, Any]]:
             if only in f"{moment}, {num_agents} agents":
                 reference = reference or restarts.undisturbed(folder)
                 yield restarts.run(moment, num_agents, folder, reference)
+    if only in restarts.RESIZED_CASE:
+        yield restarts.resized(folder, restarts.undisturbed(folder, *restarts.RESIZED))
 
 
 def all_cases(drill: Drill, only: str) -> Iterator[Case]:

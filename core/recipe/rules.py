@@ -301,7 +301,7 @@ def _rules_of_replicas(recipe: Any) -> list[Rule]:
             not recipe.adapts and not trainer_called(recipe.trainer).sums_over_replicas,
             "replicas of a whole model exchange its gradients, which this trainer keeps to itself",
             f"trainer {recipe.trainer}, parallel.replicas of {len(p.replicas)}",
-            "set trainer=megatron, train adapters of tenants, or give parallel.tp, pp and dp instead",
+            "choose a trainer that sums them, train adapters of tenants, or give parallel.tp, pp and dp instead",
         ),
         (
             bool(recipe.model.moe and recipe.model.moe.bias_rate),

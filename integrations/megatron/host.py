@@ -265,6 +265,9 @@ class MegatronWeights(Snapshots):
         self._clips = recipe.train.dtype == "fp64" or is_replica()
         self._exchange = Exchange(host.model, recipe, host.tp_rank)
 
+    def close(self) -> None:
+        del self._exchange  # it holds the model
+
     def run(self, step: Step) -> StepResult:
         host, plan, clock = self._host, step.plan, step.clock
         host.refuse_foreign(plan, host_schedule=plan.in_host_schedule)

@@ -78,6 +78,8 @@ class TenantLoop:
         self.rows: list[JobRow] = list(in_memory.rows if in_memory else ())
         self._last_rows = in_memory.last_rows if in_memory else None
         self._repeats_rows = bool(self._last_rows)
+        self._unfinished = set(in_memory.unfinished if in_memory else ())
+        """Names of those whose last step is not followed up yet."""
         self.ended_early = ""
         """Why, where a signal or the job's minutes ended it."""
         self._stops = self._idles = False
@@ -151,6 +153,7 @@ class TenantLoop:
                 self._output.row_again(here[name], self._last_rows[1][name])
         self._repeats_rows = False
         unfinished = [here[name] for name in sorted(self.members.unfinished & here.keys())]
+        self.members.unfinished = set()
         if unfinished:
             self._end(unfinished, {})
 
@@ -158,7 +161,7 @@ class TenantLoop:
         """What the job goes on with when its replicas have changed. Collective over the replica."""
         members = self.members
         rows, states, ended = members.in_memory()
-        more = InMemory(states, ended, tuple(members.unfinished), self.rows, self._last_rows)
+        more = InMemory(states, ended, tuple(self._unfinished), self.rows, self._last_rows)
         return Saved(self.step, rows, members.next_number, None, self.sweeps.state(), more)
 
     def _train(self, planned: Planned) -> None:
@@ -174,7 +177,7 @@ class TenantLoop:
             result = taken.result.tenants[tenant.number]
             if not result.failed:
                 tenant.took(draws[tenant.number], result.loss, taken.step_s)
-        self.members.unfinished = {tenant.name for tenant in tenants}
+        self._unfinished = {tenant.name for tenant in tenants}
         self._tell(planned, taken, tenants, rates)
         self.step += 1
         refuse_to_go_on_alone()
@@ -195,7 +198,7 @@ class TenantLoop:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
                 self.members.end(tenant, "done")
         self._follow(tenants)
-        self.members.unfinished = set()
+        self._unfinished = set()
 
     def _follow(self, tenants: Sequence[ActiveTenant]) -> None:
         """What comes of tenants that have ended, or have not: verdicts, and others who take their place. Collective."""

@@ -54,7 +54,7 @@ class TenantTable:
         self._states: dict[int, AdapterState | None] = {}
         """What adapters of tenants that wait begin with."""
         self.unfinished = set(saved.in_memory.unfinished if saved and saved.in_memory else ())
-        """Names of those whose last step is not followed up yet: they take part once more for that."""
+        """Names of those who take part once more, since what follows their last step was broken off."""
 
     @property
     def active(self) -> list[ActiveTenant]:

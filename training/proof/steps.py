@@ -238,13 +238,16 @@ class Beside:
 
 def of_replicas(own: Proven) -> Proven:
     """A step of all replicas, of errors the worst. Collective over the job."""
-    parts = everyone(own, "job") if job_group() else [own]
+    if job_group() is None:
+        return own
+    parts = everyone(own, "job")
     worst = max(parts, key=lambda one: one.grad_rel_err / (one.tolerance or 1.0))
     most = ("loss_rel_err", "norm_rel_err", "update_rel_err", "tokens_missing", "tokens_repeated", "samples_wrong")
     joined = ("uncompared", "not_finite", "over", "failed")
     of_all: dict[str, Any] = {key: max(getattr(one, key) for one in parts) for key in most}
     of_all |= {key: tuple(sorted({text for one in parts for text in getattr(one, key)})) for key in joined}
-    return replace(worst, **of_all, branches={name: 1 for one in parts for name in one.branches})
+    names = {name for one in parts for name in one.branches}
+    return replace(worst, **of_all, branches={name: max(one.branches.get(name, 0) for one in parts) for name in names})
 
 
 class _OfRank(NamedTuple):

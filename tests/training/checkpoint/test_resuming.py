@@ -48,7 +48,7 @@ def job(folder, letter="a", **config):
 
 def kept(one, step, most=None, **more):
     planned = SimpleNamespace(draw=SimpleNamespace(state=ORDER))
-    resuming.keep(one, one.recipe.checkpoint.dir, step, planned, more, most=most)
+    resuming.keep(one, one.recipe.checkpoint.dir, step, planned.draw.state, more, most=most)
     return Path(one.recipe.checkpoint.dir, f"step{step + 1:08d}")
 
 

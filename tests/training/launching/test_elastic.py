@@ -70,13 +70,12 @@ def undisturbed():
         ),
     ],
 )
-def test_each_step_is_done_once_and_by_whoever_is_there(job, undisturbed, faults, capfd):
+def test_each_step_is_done_once_and_by_whoever_is_there(job, undisturbed, faults, caplog):
     result = job(faults)
     assert result["weights"] == pytest.approx(undisturbed, rel=1e-12, abs=0)
     assert len(result["ranks"]) == 30
-    assert 3 in result["ranks"]
-    assert min(result["ranks"]) < 3  # somebody was away, and is there again
-    said = capfd.readouterr().err
+    assert result["ranks"][-1] == 3  # all are there again
+    said = caplog.text
     assert said.count("is lost after step") == len(faults), said
     assert "go on after step" in said
 

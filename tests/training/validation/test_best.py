@@ -58,7 +58,7 @@ LOSSES, TARGETS = ([6.0, 1.0, 9.0], [2.5]), ([3, 1, 2], [10])
 def evaluations(tmp_path, best_of=None):
     """``evaluate(done, scale, figures, error, first)``: a row of one run, of losses so many times as large; ``first``
     times where the pass was scored again densely, because of that error."""
-    draws = [SimpleNamespace(samples=own, lengths=np.array(own) + 2) for own in TARGETS]
+    draws = [SimpleNamespace(samples=own, lengths=np.array(own) + 2, part=None) for own in TARGETS]
     own = SimpleNamespace(
         _job=SimpleNamespace(source=held_out(tmp_path, "a")), _draws=draws, _best=math.inf, _best_of=best_of
     )
